@@ -1,0 +1,55 @@
+"""The engine's settings: built once at the entrance, frozen, handed down. Bad values are refused here by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+HASHES = ("builtin", "sha256")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. `num_blocks=None` sizes the pool from `kv_memory_bytes`."""
+
+    model: str
+    """A Hugging Face directory or a .gguf file."""
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    """None: as `dtype`."""
+    device: str = "cpu"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    """None: the model's own context length. Never reserves memory."""
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    prefix_hash: str = "builtin"
+    hash_seed: int = 0
+    """Shared by the whole cluster, so that a hash means the same on every worker."""
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        if self.kv_dtype is not None:
+            _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("prefix_hash", self.prefix_hash, HASHES)
+        if self.block_size <= 0 or self.block_size % 16:
+            raise ConfigError("block_size", self.block_size, "a positive multiple of 16")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(name, getattr(self, name), "a positive number")
+        for name in ("num_blocks", "max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(name, value, "a positive number or nothing")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(name, value, "one of " + ", ".join(allowed))

@@ -1,0 +1,28 @@
+"""Errors by what the caller can do about them."""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Any error that Tandem raises on purpose."""
+
+
+class InvalidRequest(TandemError):
+    """The request is at fault; `field` names the part to change. HTTP 400, INVALID_ARGUMENT."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class ConfigError(TandemError):
+    """A setting is at fault; refused before anything starts."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"{field} is {value!r}; it must be {remedy}")
+        self.field = field
+
+
+class ModelError(TandemError):
+    """A checkpoint cannot be served: an unsupported architecture, or a missing, truncated or mismatched tensor."""

@@ -1,0 +1,300 @@
+"""What the rooms say to each other: between gateway and workers, and between two workers.
+
+Frozen values; `tandem.wire` turns each into its protobuf twin and back. Questions are imperative (`Submit`), answers
+and events past tense (`HandedOver`). The life of a request in messages:
+
+    gateway → decode   Expect        → Expected | Declined
+    gateway → prefill  Submit        → HandedOver | FinishedEarly | Declined      (answered when prefill is through)
+    prefill → decode   AskLease      → LeaseGranted | Declined
+    prefill → decode   RenewLease    → LeaseRenewed | Declined
+    prefill → decode   Commit        → Committed | Declined                       (idempotent by lease and generation)
+    prefill → decode   DropLease     → Dropped
+    decode  → gateway  Frame         (one per gateway and step, all its new tokens)
+    gateway → any      Abort         → Aborted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.types import EngineLoad, FinishReason, Request, Token
+
+
+class Code(StrEnum):
+    """Why something was declined or failed; each has one HTTP status and one gRPC code (`cluster.status`)."""
+
+    INVALID = "invalid"  # 400 INVALID_ARGUMENT
+    NOT_FOUND = "not_found"  # 404 NOT_FOUND
+    NO_ROOM = "no_room"  # 429 RESOURCE_EXHAUSTED; the router may try another worker
+    UNAVAILABLE = "unavailable"  # 503 UNAVAILABLE; the router may try another worker
+    DEADLINE = "deadline"  # 504 DEADLINE_EXCEEDED
+    ABORTED = "aborted"  # 499 CANCELLED
+    STALE = "stale"  # a dead lease, generation or incarnation: never retried as it is
+    MISMATCH = "mismatch"  # model or layout of the two ends differ
+    INTERNAL = "internal"  # 500 INTERNAL
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """How to reach a worker: its name, its incarnation and its control address (host:port of its Node service)."""
+
+    name: str
+    incarnation: str
+    address: str
+
+    @property
+    def peer(self) -> str:
+        """The peer id of `kvtransfer`: a restarted worker is another peer."""
+        return f"{self.name}#{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers. Two workers are compatible when `model_digest`, `layout` and
+    `numerics` are equal; `layout` is readable, so that a refusal can show both values."""
+
+    ref: WorkerRef
+    role: str
+    """"prefill" or "decode"."""
+    model: str
+    model_digest: str
+    layout: str
+    """For example `layers=30 kv_heads=3 head_dim=64 block=16 dtype=float32`."""
+    numerics: str
+    max_model_len: int
+    vocab_size: int
+    block_bytes: int
+    total_blocks: int
+    max_num_seqs: int
+    site: str = "local"
+    transports: tuple[tuple[str, bytes], ...] = ()
+    """(scheme, address), best first. Secret: only over the authenticated control plane."""
+
+
+# -- gateway → worker --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """To decode: this request will come to you; its tokens go to `gateway_id`. `prefill` None: prefill it yourself."""
+
+    request: Request
+    gateway_id: str
+    prefill: WorkerRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To prefill: compute this prompt and hand it over to `decode`, which expects it."""
+
+    request: Request
+    decode: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """What the hand-over did, for the client's usage, the demo's table and metrics. Seconds are durations."""
+
+    prefill_cached_tokens: int = 0
+    decode_held_tokens: int = 0
+    computed_tokens: int = 0
+    kv_bytes: int = 0
+    kv_blocks: int = 0
+    transport: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    """From the end of the last prefill step to Commit's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    request_id: str
+    report: HandoffReport
+    prompt_logprobs: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEarly:
+    """The request ended with its first token (or before): decode was never started."""
+
+    request_id: str
+    tokens: tuple[Token, ...]
+    finish: FinishReason
+    report: HandoffReport
+    prompt_logprobs: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """No. `message` is for people and names the remedy; `by` is the worker at fault, if one is."""
+
+    code: Code
+    message: str
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    request_id: str
+    known: bool
+
+
+# -- prefill → decode --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskLease:
+    """Room for this expected request, please. `source` will push; its `transports` are how to reach it back."""
+
+    request_id: str
+    source: WorkerRef
+    transports: tuple[tuple[str, bytes], ...]
+    model_digest: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """Spans 0 … `num_spans` - 1 stand for the prompt's blocks after the first `held_tokens // block_size`."""
+
+    request_id: str
+    lease_id: str
+    generation: int
+    held_tokens: int
+    num_spans: int
+    expires_in_s: float
+    destination: WorkerRef
+    scheme: str
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLease:
+    lease_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRenewed:
+    expires_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All spans are pushed; here is the first token. Accepted only when every receive of the lease is complete.
+
+    `candidates`: the first tokens; one now, `n` or 2 x width for beams later.
+    """
+
+    request_id: str
+    lease_id: str
+    generation: int
+    source: WorkerRef
+    destination: WorkerRef
+    prompt_tokens: int
+    layout: str
+    candidates: tuple[Token, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    """The source gives up; the destination frees the blocks as soon as they are quiet."""
+
+    lease_id: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    lease_id: str
+
+
+# -- worker → gateway --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one request: new tokens, and at its end why. `seq` counts this request's tokens before this delta, so
+    a repeated or missing delta is seen."""
+
+    request_id: str
+    seq: int
+    tokens: tuple[Token, ...] = ()
+    finish: FinishReason | None = None
+    error: Declined | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One worker's news for one gateway, at most one a step."""
+
+    worker: str
+    incarnation: str
+    number: int
+    deltas: tuple[Delta, ...]
+
+
+# -- worker → router ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A worker's state, pushed on change and at least once a heartbeat; `number` rises by one."""
+
+    worker: str
+    incarnation: str
+    number: int
+    load: EngineLoad
+    request_ids: tuple[str, ...]
+    transfers_in_flight: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """Prefix-cache changes since event `number - 1`, in order. A gap in `number` voids what is known of the worker."""
+
+    worker: str
+    incarnation: str
+    number: int
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    cleared: bool = False
+    tier: str = "device"
+
+
+Question = Expect | Submit | Abort | AskLease | RenewLease | Commit | DropLease
+Answer = (
+    Expected
+    | HandedOver
+    | FinishedEarly
+    | Declined
+    | Aborted
+    | LeaseGranted
+    | LeaseRenewed
+    | Committed
+    | Dropped
+)

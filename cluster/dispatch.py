@@ -1,0 +1,416 @@
+"""The story of one request, from its placement to its end.
+
+    place ─▶ Expect (decode) ─▶ Submit (prefill) ─┐
+      ▲                             │             ├─▶ one TokenStream ─▶ client
+      │                             └─ answer ────┘
+      └──── declined or lost before the first token: place again, without the worker at fault
+
+1. The router names a pair, or decode alone (local prefill), or refuses.
+2. Decode is told to expect the request; from then on its frames feed the request's stream. Prefill is told to compute
+   it and answers when it is through. Its answer joins the same stream: a request that ended with its first token ends
+   there, a refusal ends the stream with an error. So do a lost worker, the deadline and an abort: whatever
+   happens to a request is an item of its stream, and `run` is one loop over it.
+3. Before the first token UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with
+   back-off once every worker is full. After the first token an error is an error: never a 200 with other text.
+4. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
+   request are told to drop it, and the router hears that the reservation is over. If we die, leases and deadlines
+   on the workers end by themselves.
+
+Each attempt has its own id (`id`, then `id~1`, …), so that news of an old attempt cannot be taken for the new one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cluster.outcome import Outcome
+from cluster.snapshot import Placement, Refusal, RequestView
+from cluster.streams import FrameHub, TokenStream
+from engine.types import FinishReason, Request, Token
+from tandem.messages import (
+    Abort,
+    Answer,
+    Code,
+    Declined,
+    Delta,
+    Expect,
+    Expected,
+    FinishedEarly,
+    HandedOver,
+    HandoffReport,
+    Question,
+    Submit,
+    WorkerInfo,
+    WorkerRef,
+)
+
+__all__ = ["Dispatch", "Flight", "Limits", "Outcome", "Router", "Workers"]
+
+log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """The way to the workers: within this process, or over gRPC."""
+
+    async def ask(self, worker: WorkerRef, question: Question, timeout_s: float) -> Answer:
+        """Ask and wait for the answer. A lost, dead or silent worker answers `Declined(UNAVAILABLE, by=name)`."""
+        ...
+
+    async def open(self, worker: WorkerRef) -> None:
+        """Make sure that frames from this worker flow into the gateway's `FrameHub`. Cheap when they do already."""
+        ...
+
+
+class Router(Protocol):
+    """The way to the router."""
+
+    async def place(self, request: RequestView, exclude: frozenset[str]) -> Placement | Refusal: ...
+
+    async def finished(self, request_id: str, outcome: Outcome) -> None:
+        """The attempt `request_id` is over: what was reserved for it is free."""
+        ...
+
+    async def suspect(self, worker: WorkerRef, why: str) -> None:
+        """A worker did not answer as a live one would."""
+        ...
+
+    async def workers(self) -> tuple[WorkerInfo, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of dispatch, in seconds where so named."""
+
+    control_timeout_s: float = 5.0
+    """For the answers to Expect and Abort."""
+    report_timeout_s: float = 1.0
+    """How long a finished request waits for prefill's report."""
+    attempts: int = 4
+    """For workers that are gone; a full pool is asked until the deadline."""
+    backoff_s: float = 0.02
+    max_backoff_s: float = 1.0
+
+
+RETRYABLE = frozenset({Code.UNAVAILABLE, Code.NO_ROOM, Code.STALE})
+_CODE_OF_FINISH = {
+    FinishReason.DEADLINE: Code.DEADLINE,
+    FinishReason.ABORT: Code.ABORTED,
+    FinishReason.ERROR: Code.INTERNAL,
+}
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement of a request: its stream, and what has been asked for it."""
+
+    request_id: str
+    placement: Placement
+    stream: TokenStream
+    deadline: asyncio.TimerHandle
+    submit: asyncio.Task[Answer] | None = None
+    expected: bool = False
+    decode_ended: bool = False
+
+    def at_fault(self, error: Declined) -> WorkerRef:
+        """The worker of the pair that the error names; decode when it names none."""
+        prefill = self.placement.prefill
+        return prefill if prefill is not None and prefill.name == error.by else self.placement.decode
+
+    def still_holding(self) -> tuple[WorkerRef, ...]:
+        """The workers that may still hold something for this attempt and have to be told."""
+        prefill = self.placement.prefill
+        decode = () if self.decode_ended or not self.expected else (self.placement.decode,)
+        waiting = prefill is not None and self.submit is not None and not self.submit.done()
+        return (*decode, prefill) if waiting and prefill is not None else decode
+
+
+@dataclass(slots=True)
+class Flight:
+    """What is known of one request so far. The gateway makes it, `Dispatch.run` fills it in; `outcome` is its end.
+
+    `request.arrival_s` and `request.deadline_s` are on the dispatch's clock; there is always a deadline.
+    """
+
+    request: Request
+    view: RequestView
+    attempts: int = 0
+    attempt: Attempt | None = None
+    gone: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
+    placed_s: float | None = None
+    first_s: float | None = None
+    last_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    cached_tokens: int = 0
+    report: HandoffReport = field(default_factory=HandoffReport)
+    finish: FinishReason | None = None
+    failure: Declined | None = None
+    outcome: Outcome | None = None
+
+    def stop(self) -> None:
+        """The gateway met a stop string: closing the stream from now on is an end, not an abort."""
+        self.finish = FinishReason.STOP
+
+    def saw(self, delta: Delta, now: float) -> None:
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self._count(len(delta.tokens), now)
+        if delta.finish in _CODE_OF_FINISH:
+            self.failure = Declined(_CODE_OF_FINISH[delta.finish], f"the request ended with {delta.finish}")
+        elif delta.finish is not None:
+            self.finish = delta.finish
+
+    def _count(self, tokens: int, now: float) -> None:
+        if not tokens:
+            return
+        if self.first_s is None:
+            self.first_s = self.last_s = now
+            tokens_after_first = tokens - 1
+        else:
+            tokens_after_first = tokens
+        self.itl_s.extend([(now - self.last_s) / max(1, tokens_after_first)] * tokens_after_first)
+        self.tokens += tokens
+        self.last_s = now
+
+    def ended(self, now: float) -> Outcome:
+        """The outcome as of `now`. Neither finished nor failed means that the client went away."""
+        failure = self.failure
+        if failure is None and self.finish is None:
+            failure = Declined(Code.ABORTED, "the client went away")
+        start = self.request.arrival_s
+        placement = self.attempt.placement if self.attempt else None
+        return Outcome(
+            request_id=self.request.request_id,
+            sla_class=self.request.sla_class,
+            code=failure.code if failure else None,
+            message=failure.message if failure else "",
+            finish=None if failure else self.finish,
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=self.tokens,
+            cached_tokens=max(self.cached_tokens, self.report.prefill_cached_tokens),
+            prefill=(placement.prefill or placement.decode).name if placement else "",
+            decode=placement.decode.name if placement else "",
+            placement_reason=placement.reason if placement else "",
+            attempts=self.attempts,
+            placed_s=None if self.placed_s is None else self.placed_s - start,
+            ttft_s=None if self.first_s is None else self.first_s - start,
+            itl_s=tuple(self.itl_s),
+            e2e_s=now - start,
+            report=self.report,
+        )
+
+
+class Dispatch:
+    """Carries requests of one gateway to the workers and their tokens back. One event loop."""
+
+    def __init__(
+        self,
+        router: Router,
+        workers: Workers,
+        hub: FrameHub,
+        gateway_id: str,
+        *,
+        limits: Limits = Limits(),
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        seed: int = 0,
+    ) -> None:
+        self._router = router
+        self._workers = workers
+        self._hub = hub
+        self._gateway_id = gateway_id
+        self._limits = limits
+        self._on_outcome = on_outcome
+        self._clock = clock
+        self._sleep = sleep
+        self._random = random.Random(seed)
+        self._flights: dict[str, Flight] = {}
+        self._goodbyes: set[asyncio.Task[None]] = set()
+
+    async def run(self, flight: Flight) -> AsyncGenerator[Delta, None]:
+        """Yield the request's deltas. When it is over, for whatever reason, `flight.outcome` tells how it went.
+
+        Closing the generator (`contextlib.aclosing`) aborts the request. Failures are outcomes, not exceptions.
+        """
+        self._flights[flight.request.request_id] = flight
+        try:
+            while flight.failure is None and await self._start(flight):
+                assert flight.attempt is not None
+                async for delta in flight.attempt.stream:
+                    if delta.error is not None:
+                        await self._declined(flight, flight.attempt, delta.error)
+                        break
+                    delta = await self._with_report(flight, flight.attempt, delta)
+                    flight.saw(delta, self._clock())
+                    yield delta
+                else:
+                    return
+        except Exception:
+            flight.failure = Declined(Code.INTERNAL, "the gateway failed on this request")
+            raise
+        finally:
+            del self._flights[flight.request.request_id]
+            flight.outcome = flight.ended(self._clock())
+            if flight.attempt is not None:
+                self._leave(flight.attempt, flight.outcome)
+            self._on_outcome(flight.outcome)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its id, in whatever state; False: not one of ours (any more)."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return False
+        flight.failure = Declined(Code.ABORTED, "the request was aborted")
+        if flight.attempt is not None:
+            flight.attempt.stream.end(flight.failure)
+        return True
+
+    async def drained(self) -> None:
+        """Wait until every worker and the router have been told of every request that ended."""
+        while self._goodbyes:
+            await asyncio.wait(set(self._goodbyes))
+
+    # -- one attempt: place, expect, submit ------------------------------------------------------------------
+
+    async def _start(self, flight: Flight) -> bool:
+        """Place the request and set both nodes to work; False: refused, and the flight says why."""
+        placement = await self._place(flight)
+        if placement is None:
+            return False
+        attempt = flight.attempt = self._open(flight, placement)
+        request = replace(flight.request, request_id=attempt.request_id)
+        await self._workers.open(placement.decode)
+        attempt.expected = True
+        expect = Expect(request, self._gateway_id, placement.prefill)
+        answer = await self._workers.ask(placement.decode, expect, self._limits.control_timeout_s)
+        if not isinstance(answer, Expected):
+            attempt.stream.end(_refusal(answer, placement.decode))
+        elif placement.prefill is not None:
+            asked = self._workers.ask(placement.prefill, Submit(request, placement.decode), self._left_s(flight))
+            attempt.submit = asyncio.create_task(_answer(asked))
+            attempt.submit.add_done_callback(lambda task: _prefill_answered(attempt, task))
+        return True
+
+    async def _place(self, flight: Flight) -> Placement | None:
+        """Ask the router; while all workers are merely full, ask again until the deadline."""
+        attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
+        view = replace(flight.view, request_id=attempt_id)
+        backoff_s = self._limits.backoff_s
+        while flight.failure is None and self._left_s(flight) > 0:
+            placed = await self._router.place(view, flight.gone | flight.full)
+            if isinstance(placed, Placement):
+                flight.placed_s = self._clock()
+                return placed
+            if not flight.full:
+                flight.failure = Declined(placed.code, placed.reason)
+                return None
+            flight.full = frozenset()
+            await self._sleep(min(backoff_s * (0.5 + self._random.random()), self._left_s(flight)))
+            backoff_s = min(2 * backoff_s, self._limits.max_backoff_s)
+        flight.failure = flight.failure or Declined(Code.DEADLINE, "the deadline passed before a worker had room")
+        return None
+
+    def _open(self, flight: Flight, placement: Placement) -> Attempt:
+        attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
+        flight.attempts += 1
+        stream = self._hub.expect(attempt_id, placement.decode)
+        late = Declined(Code.DEADLINE, "the deadline passed")
+        timer = asyncio.get_running_loop().call_later(self._left_s(flight), stream.end, late)
+        return Attempt(attempt_id, placement, stream, timer)
+
+    def _left_s(self, flight: Flight) -> float:
+        assert flight.request.deadline_s is not None
+        return max(0.0, flight.request.deadline_s - self._clock())
+
+    # -- news ------------------------------------------------------------------------------------------------
+
+    async def _with_report(self, flight: Flight, attempt: Attempt, delta: Delta) -> Delta:
+        """Note prefill's report, waiting for it at the end, and before anything when it brings the prompt's
+        log-probabilities (frames and answer take different roads)."""
+        attempt.decode_ended = delta.finish is not None
+        if attempt.submit is None:
+            return delta
+        wants_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.tokens
+        if wants_prompt or delta.finish is not None:
+            await asyncio.wait({attempt.submit}, timeout=self._limits.report_timeout_s)
+        answer = attempt.submit.result() if attempt.submit.done() else None
+        if isinstance(answer, FinishedEarly):
+            attempt.decode_ended = False
+        if not isinstance(answer, HandedOver | FinishedEarly):
+            return delta
+        flight.report = answer.report
+        prompt: tuple[Token, ...] = answer.prompt_logprobs if wants_prompt else ()
+        return replace(delta, prompt_logprobs=delta.prompt_logprobs or prompt)
+
+    async def _declined(self, flight: Flight, attempt: Attempt, error: Declined) -> None:
+        """Try elsewhere if that can help and no token is out; else the request has failed."""
+        fault = attempt.at_fault(error)
+        if error.code in (Code.UNAVAILABLE, Code.STALE):
+            flight.gone |= {fault.name}
+            await self._router.suspect(fault, error.message)
+        elif error.code is Code.NO_ROOM:
+            flight.full |= {fault.name}
+        exhausted = error.code is not Code.NO_ROOM and flight.attempts >= self._limits.attempts
+        if error.code not in RETRYABLE or flight.tokens or exhausted:
+            flight.failure = flight.failure or error
+            return
+        log.info("%s: %s declined (%s: %s), placing again", attempt.request_id, fault.name, error.code, error.message)
+        flight.failure, outcome = None, replace(flight.ended(self._clock()), code=error.code, message=error.message)
+        flight.attempt = None
+        self._leave(attempt, outcome)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _leave(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Close the attempt. No await, so that no cancellation can cut it short: the telling is a task of its own."""
+        attempt.deadline.cancel()
+        holding = attempt.still_holding()
+        if attempt.submit is not None:
+            attempt.submit.cancel()
+        self._hub.release(attempt.request_id)
+        goodbye = asyncio.get_running_loop().create_task(self._tell(attempt.request_id, holding, outcome))
+        self._goodbyes.add(goodbye)
+        goodbye.add_done_callback(self._goodbyes.discard)
+
+    async def _tell(self, request_id: str, holding: tuple[WorkerRef, ...], outcome: Outcome) -> None:
+        reason = FinishReason.DEADLINE if outcome.code is Code.DEADLINE else FinishReason.ABORT
+        abort = Abort(request_id, reason)
+        told = [self._workers.ask(worker, abort, self._limits.control_timeout_s) for worker in holding]
+        results = await asyncio.gather(*told, self._router.finished(request_id, outcome), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                log.error("%s: could not tell of its end: %r", request_id, result)
+
+
+async def _answer(asked: Awaitable[Answer]) -> Answer:
+    return await asked
+
+
+def _prefill_answered(attempt: Attempt, task: asyncio.Task[Answer]) -> None:
+    """Prefill's answer joins the stream of tokens."""
+    prefill = attempt.placement.prefill
+    if task.cancelled() or prefill is None:
+        return
+    if error := task.exception():
+        log.error("%s: asking prefill failed: %r", attempt.request_id, error)
+        attempt.stream.end(Declined(Code.INTERNAL, "asking the prefill worker failed", by=prefill.name))
+        return
+    answer = task.result()
+    if isinstance(answer, FinishedEarly):
+        attempt.stream.put(Delta(attempt.request_id, 0, answer.tokens, answer.finish))
+    elif not isinstance(answer, HandedOver):
+        attempt.stream.end(_refusal(answer, prefill))
+
+
+def _refusal(answer: Answer, worker: WorkerRef) -> Declined:
+    """Any answer that is not the one asked for, as a refusal by `worker`."""
+    if not isinstance(answer, Declined):
+        return Declined(Code.INTERNAL, f"worker {worker.name} answered {type(answer).__name__}", by=worker.name)
+    return answer if answer.by else replace(answer, by=worker.name)

@@ -1,0 +1,115 @@
+"""Token streams: from the workers' frames to the one request that waits for each piece of news.
+
+A decode worker sends one `Frame` a step with the news of all its requests. The hub splits it into one stream per
+request. A stream ends with a delta that carries `finish` or `error`, or when its owner releases it. Three things can
+go wrong and each has its exit here: a worker is lost (every stream it feeds ends with UNAVAILABLE), a delta comes twice
+(dropped), a delta is missing (the stream ends with UNAVAILABLE: text with a hole is never delivered). Frames of
+an old incarnation, and news of requests that nobody expects any more, are dropped.
+
+Everything here runs on the gateway's event loop; other threads use `call_soon_threadsafe`. What a stream can queue is
+bounded by the request's `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+from typing import Self
+
+from tandem.messages import Code, Declined, Delta, Frame, WorkerRef
+
+
+class TokenStream:
+    """The news of one request, in order: `async for delta in stream`. Ends after a delta with `finish` or `error`."""
+
+    def __init__(self, request_id: str, worker: WorkerRef) -> None:
+        self.request_id = request_id
+        self.worker = worker
+        self._deltas: deque[Delta] = deque()
+        self._news = asyncio.Event()
+        self._next_seq = 0
+        self._ended = False
+
+    def put(self, delta: Delta) -> None:
+        """Add news; what comes after the end is dropped, a repetition is trimmed, a hole ends the stream."""
+        if self._ended:
+            return
+        if delta.seq > self._next_seq:
+            delta = self._lost(f"{delta.seq - self._next_seq} tokens of the stream were lost on the way")
+        delta = self._without_repetition(delta)
+        self._next_seq += len(delta.tokens)
+        self._ended = delta.finish is not None or delta.error is not None
+        self._deltas.append(delta)
+        self._news.set()
+
+    def lost(self, why: str) -> None:
+        """End the stream: its worker is gone."""
+        self.put(self._lost(why))
+
+    def end(self, error: Declined) -> None:
+        """End the stream with this error."""
+        self.put(Delta(self.request_id, self._next_seq, error=error))
+
+    def close(self) -> None:
+        """End the stream without news; a reader that waits is woken."""
+        self._ended = True
+        self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._deltas.popleft()
+
+    def _lost(self, why: str) -> Delta:
+        return Delta(self.request_id, self._next_seq, error=Declined(Code.UNAVAILABLE, why, by=self.worker.name))
+
+    def _without_repetition(self, delta: Delta) -> Delta:
+        seen = self._next_seq - delta.seq
+        return replace(delta, seq=self._next_seq, tokens=delta.tokens[seen:]) if seen > 0 else delta
+
+
+class FrameHub:
+    """All open token streams of one gateway."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, TokenStream] = {}
+
+    def expect(self, request_id: str, worker: WorkerRef) -> TokenStream:
+        """Open the stream of a request before its worker hears of it. The caller releases it in a `finally`."""
+        if request_id in self._streams:
+            raise ValueError(f"request {request_id} already has a stream")
+        stream = self._streams[request_id] = TokenStream(request_id, worker)
+        return stream
+
+    def deliver(self, frame: Frame) -> None:
+        """Hand each delta of `frame` to its stream."""
+        for delta in frame.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and _feeds(stream.worker, frame.worker, frame.incarnation):
+                stream.put(delta)
+
+    def lost(self, worker: str, incarnation: str, why: str) -> None:
+        """A worker (this incarnation of it) is gone: end every stream that it feeds."""
+        for stream in tuple(self._streams.values()):
+            if _feeds(stream.worker, worker, incarnation):
+                stream.lost(f"worker {worker} was lost: {why}")
+
+    def release(self, request_id: str) -> None:
+        """The request is over, whatever its state; later news of it is dropped."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.close()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+
+def _feeds(ref: WorkerRef, worker: str, incarnation: str) -> bool:
+    return ref.name == worker and ref.incarnation == incarnation

@@ -1,0 +1,689 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ABORT: _ClassVar[FinishReason]
+    FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
+    FINISH_REASON_ERROR: _ClassVar[FinishReason]
+
+class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODE_UNSPECIFIED: _ClassVar[Code]
+    CODE_INVALID: _ClassVar[Code]
+    CODE_NOT_FOUND: _ClassVar[Code]
+    CODE_NO_ROOM: _ClassVar[Code]
+    CODE_UNAVAILABLE: _ClassVar[Code]
+    CODE_DEADLINE: _ClassVar[Code]
+    CODE_ABORTED: _ClassVar[Code]
+    CODE_STALE: _ClassVar[Code]
+    CODE_MISMATCH: _ClassVar[Code]
+    CODE_INTERNAL: _ClassVar[Code]
+
+class FaultKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAULT_KIND_UNSPECIFIED: _ClassVar[FaultKind]
+    FAULT_KIND_DELAY: _ClassVar[FaultKind]
+    FAULT_KIND_DROP: _ClassVar[FaultKind]
+    FAULT_KIND_FAIL: _ClassVar[FaultKind]
+    FAULT_KIND_CORRUPT: _ClassVar[FaultKind]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ABORT: FinishReason
+FINISH_REASON_DEADLINE: FinishReason
+FINISH_REASON_ERROR: FinishReason
+CODE_UNSPECIFIED: Code
+CODE_INVALID: Code
+CODE_NOT_FOUND: Code
+CODE_NO_ROOM: Code
+CODE_UNAVAILABLE: Code
+CODE_DEADLINE: Code
+CODE_ABORTED: Code
+CODE_STALE: Code
+CODE_MISMATCH: Code
+CODE_INTERNAL: Code
+FAULT_KIND_UNSPECIFIED: FaultKind
+FAULT_KIND_DELAY: FaultKind
+FAULT_KIND_DROP: FaultKind
+FAULT_KIND_FAIL: FaultKind
+FAULT_KIND_CORRUPT: FaultKind
+
+class ExpectReply(_message.Message):
+    __slots__ = ("expected", "declined")
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    expected: Expected
+    declined: Declined
+    def __init__(self, expected: _Optional[_Union[Expected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("handed_over", "finished_early", "declined")
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_EARLY_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    handed_over: HandedOver
+    finished_early: FinishedEarly
+    declined: Declined
+    def __init__(self, handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class AskLeaseReply(_message.Message):
+    __slots__ = ("lease_granted", "declined")
+    LEASE_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    lease_granted: LeaseGranted
+    declined: Declined
+    def __init__(self, lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class RenewLeaseReply(_message.Message):
+    __slots__ = ("lease_renewed", "declined")
+    LEASE_RENEWED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    lease_renewed: LeaseRenewed
+    declined: Declined
+    def __init__(self, lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("committed", "declined")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    committed: Committed
+    declined: Declined
+    def __init__(self, committed: _Optional[_Union[Committed, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class DropLeaseReply(_message.Message):
+    __slots__ = ("dropped", "declined")
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    dropped: Dropped
+    declined: Declined
+    def __init__(self, dropped: _Optional[_Union[Dropped, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ("aborted", "declined")
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    aborted: Aborted
+    declined: Declined
+    def __init__(self, aborted: _Optional[_Union[Aborted, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class SetDrainingReply(_message.Message):
+    __slots__ = ("draining_set", "declined")
+    DRAINING_SET_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    draining_set: DrainingSet
+    declined: Declined
+    def __init__(self, draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class ResetPrefixCacheReply(_message.Message):
+    __slots__ = ("prefix_cache_reset", "declined")
+    PREFIX_CACHE_RESET_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    prefix_cache_reset: PrefixCacheReset
+    declined: Declined
+    def __init__(self, prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class InjectFaultReply(_message.Message):
+    __slots__ = ("fault_injected", "declined")
+    FAULT_INJECTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    fault_injected: FaultInjected
+    declined: Declined
+    def __init__(self, fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class Envelope(_message.Message):
+    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "frame", "load_report", "kv_events", "worker_info")
+    ASK_ID_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ASK_LEASE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_LEASE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DROP_LEASE_FIELD_NUMBER: _ClassVar[int]
+    SET_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    INJECT_FAULT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_EARLY_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_RENEWED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_SET_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_RESET_FIELD_NUMBER: _ClassVar[int]
+    FAULT_INJECTED_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INFO_FIELD_NUMBER: _ClassVar[int]
+    ask_id: int
+    to: WorkerRef
+    gateway_id: str
+    expect: Expect
+    submit: Submit
+    abort: Abort
+    ask_lease: AskLease
+    renew_lease: RenewLease
+    commit: Commit
+    drop_lease: DropLease
+    set_draining: SetDraining
+    reset_prefix_cache: ResetPrefixCache
+    inject_fault: InjectFault
+    expected: Expected
+    handed_over: HandedOver
+    finished_early: FinishedEarly
+    declined: Declined
+    aborted: Aborted
+    lease_granted: LeaseGranted
+    lease_renewed: LeaseRenewed
+    committed: Committed
+    dropped: Dropped
+    draining_set: DrainingSet
+    prefix_cache_reset: PrefixCacheReset
+    fault_injected: FaultInjected
+    frame: Frame
+    load_report: LoadReport
+    kv_events: KvEvents
+    worker_info: WorkerInfo
+    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias_ids", "logit_biases", "logprobs", "prompt_logprobs")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIASES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logit_bias_ids: _containers.RepeatedScalarFieldContainer[int]
+    logit_biases: _containers.RepeatedScalarFieldContainer[float]
+    logprobs: int
+    prompt_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_biases: _Optional[_Iterable[float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("request_id", "token_ids", "sampling", "model", "sla_class", "priority", "ttft_s", "itl_s", "age_s", "time_left_s", "cache_salt", "sequence_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: SamplingParams
+    model: str
+    sla_class: str
+    priority: int
+    ttft_s: float
+    itl_s: float
+    age_s: float
+    time_left_s: float
+    cache_salt: str
+    sequence_index: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., age_s: _Optional[float] = ..., time_left_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., sequence_index: _Optional[int] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("ids", "scores")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedCompositeFieldContainer[TokenScores]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ...) -> None: ...
+
+class TokenScores(_message.Message):
+    __slots__ = ("logprob", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class WorkerRef(_message.Message):
+    __slots__ = ("name", "incarnation", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Transport(_message.Message):
+    __slots__ = ("scheme", "address")
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    scheme: str
+    address: bytes
+    def __init__(self, scheme: _Optional[str] = ..., address: _Optional[bytes] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("ref", "role", "model", "model_digest", "layout", "numerics", "max_model_len", "vocab_size", "block_bytes", "total_blocks", "max_num_seqs", "site", "transports")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    ref: WorkerRef
+    role: str
+    model: str
+    model_digest: str
+    layout: str
+    numerics: str
+    max_model_len: int
+    vocab_size: int
+    block_bytes: int
+    total_blocks: int
+    max_num_seqs: int
+    site: str
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., site: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
+
+class Expect(_message.Message):
+    __slots__ = ("request", "gateway_id", "prefill")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    request: Request
+    gateway_id: str
+    prefill: WorkerRef
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class Expected(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request", "decode")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request: Request
+    decode: WorkerRef
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class HandoffReport(_message.Message):
+    __slots__ = ("prefill_cached_tokens", "decode_held_tokens", "computed_tokens", "kv_bytes", "kv_blocks", "transport", "queue_s", "prefill_s", "transfer_s", "exposed_s")
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_cached_tokens: int
+    decode_held_tokens: int
+    computed_tokens: int
+    kv_bytes: int
+    kv_blocks: int
+    transport: str
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    exposed_s: float
+    def __init__(self, prefill_cached_tokens: _Optional[int] = ..., decode_held_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+
+class HandedOver(_message.Message):
+    __slots__ = ("request_id", "report", "prompt_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    report: HandoffReport
+    prompt_logprobs: Tokens
+    def __init__(self, request_id: _Optional[str] = ..., report: _Optional[_Union[HandoffReport, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class FinishedEarly(_message.Message):
+    __slots__ = ("request_id", "tokens", "finish", "report", "prompt_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: Tokens
+    finish: FinishReason
+    report: HandoffReport
+    prompt_logprobs: Tokens
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., report: _Optional[_Union[HandoffReport, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class Declined(_message.Message):
+    __slots__ = ("code", "message", "by")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    code: Code
+    message: str
+    by: str
+    def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: FinishReason
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+
+class Aborted(_message.Message):
+    __slots__ = ("request_id", "known")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    known: bool
+    def __init__(self, request_id: _Optional[str] = ..., known: _Optional[bool] = ...) -> None: ...
+
+class AskLease(_message.Message):
+    __slots__ = ("request_id", "source", "transports", "model_digest", "layout")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    source: WorkerRef
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    model_digest: str
+    layout: str
+    def __init__(self, request_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class LeaseGranted(_message.Message):
+    __slots__ = ("request_id", "lease_id", "generation", "held_tokens", "num_spans", "expires_in_s", "destination", "scheme", "address")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    lease_id: str
+    generation: int
+    held_tokens: int
+    num_spans: int
+    expires_in_s: float
+    destination: WorkerRef
+    scheme: str
+    address: bytes
+    def __init__(self, request_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., generation: _Optional[int] = ..., held_tokens: _Optional[int] = ..., num_spans: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., scheme: _Optional[str] = ..., address: _Optional[bytes] = ...) -> None: ...
+
+class RenewLease(_message.Message):
+    __slots__ = ("lease_id", "generation")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    generation: int
+    def __init__(self, lease_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class LeaseRenewed(_message.Message):
+    __slots__ = ("expires_in_s",)
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    expires_in_s: float
+    def __init__(self, expires_in_s: _Optional[float] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("request_id", "lease_id", "generation", "source", "destination", "prompt_tokens", "layout", "candidates", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    lease_id: str
+    generation: int
+    source: WorkerRef
+    destination: WorkerRef
+    prompt_tokens: int
+    layout: str
+    candidates: Tokens
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., layout: _Optional[str] = ..., candidates: _Optional[_Union[Tokens, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class DropLease(_message.Message):
+    __slots__ = ("lease_id", "generation", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    generation: int
+    reason: str
+    def __init__(self, lease_id: _Optional[str] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class FramesRequest(_message.Message):
+    __slots__ = ("gateway_id",)
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    seq: int
+    tokens: Tokens
+    finish: FinishReason
+    error: Declined
+    cached_tokens: int
+    prompt_logprobs: Tokens
+    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("worker", "incarnation", "number", "deltas")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    number: int
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
+class StepTimes(_message.Message):
+    __slots__ = ("prefill", "decode", "prefill_error", "decode_error", "samples")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    prefill: _containers.RepeatedScalarFieldContainer[float]
+    decode: _containers.RepeatedScalarFieldContainer[float]
+    prefill_error: float
+    decode_error: float
+    samples: int
+    def __init__(self, prefill: _Optional[_Iterable[float]] = ..., decode: _Optional[_Iterable[float]] = ..., prefill_error: _Optional[float] = ..., decode_error: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("total_blocks", "free_blocks", "live_blocks", "cached_blocks", "block_size", "running", "waiting", "leased_blocks", "queued_prefill_tokens", "running_context_tokens", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generated_tokens", "step_times")
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    total_blocks: int
+    free_blocks: int
+    live_blocks: int
+    cached_blocks: int
+    block_size: int
+    running: int
+    waiting: int
+    leased_blocks: int
+    queued_prefill_tokens: int
+    running_context_tokens: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    prompt_tokens: int
+    generated_tokens: int
+    step_times: StepTimes
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    number: int
+    load: EngineLoad
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    transfers_in_flight: int
+    draining: bool
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("worker", "incarnation", "number", "stored", "removed", "cleared", "tier")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    number: int
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    removed: _containers.RepeatedScalarFieldContainer[bytes]
+    cleared: bool
+    tier: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class SetDraining(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: _Optional[bool] = ...) -> None: ...
+
+class DrainingSet(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: _Optional[bool] = ...) -> None: ...
+
+class ResetPrefixCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefixCacheReset(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class InjectFault(_message.Message):
+    __slots__ = ("kind", "nth", "seconds")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: FaultKind
+    nth: int
+    seconds: float
+    def __init__(self, kind: _Optional[_Union[FaultKind, str]] = ..., nth: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class FaultInjected(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -150,6 +150,8 @@ class Flight:
     tokens: int = 0
     cached_tokens: int = 0
     report: HandoffReport = field(default_factory=HandoffReport)
+    early: bool = False
+    """Prefill ended it with its first token; decode was never started."""
     finish: FinishReason | None = None
     failure: Declined | None = None
     outcome: Outcome | None = None
@@ -194,8 +196,8 @@ class Flight:
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=self.tokens,
             cached_tokens=max(self.cached_tokens, self.report.prefill_cached_tokens),
-            prefill=(placement.prefill or placement.decode).name if placement else "",
-            decode=placement.decode.name if placement else "",
+            prefill=placement.prefill.name if placement and placement.prefill else "",
+            decode=placement.decode.name if placement and not self.early else "",
             placement_reason=placement.reason if placement else "",
             attempts=self.attempts,
             placed_s=None if self.placed_s is None else self.placed_s - start,
@@ -304,7 +306,11 @@ class Dispatch:
         view = replace(flight.view, request_id=attempt_id)
         backoff_s = self._limits.backoff_s
         while flight.failure is None and self._left_s(flight) > 0:
-            placed = await self._router.place(view, flight.gone | flight.full)
+            try:
+                async with asyncio.timeout(self._left_s(flight)):
+                    placed = await self._router.place(view, flight.gone | flight.full)
+            except TimeoutError:
+                break
             if isinstance(placed, Placement):
                 flight.placed_s = self._clock()
                 return placed
@@ -340,9 +346,9 @@ class Dispatch:
         wants_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.tokens
         if wants_prompt or delta.finish is not None:
             await asyncio.wait({attempt.submit}, timeout=self._limits.report_timeout_s)
-        answer = attempt.submit.result() if attempt.submit.done() else None
+        answer = _result(attempt.submit)
         if isinstance(answer, FinishedEarly):
-            attempt.decode_ended = False
+            flight.early, attempt.decode_ended = True, False
         if not isinstance(answer, HandedOver | FinishedEarly):
             return delta
         flight.report = answer.report
@@ -362,7 +368,7 @@ class Dispatch:
             flight.failure = flight.failure or error
             return
         log.info("%s: %s declined (%s: %s), placing again", attempt.request_id, fault.name, error.code, error.message)
-        flight.failure, outcome = None, replace(flight.ended(self._clock()), code=error.code, message=error.message)
+        outcome = replace(flight.ended(self._clock()), code=error.code, message=error.message)
         flight.attempt = None
         self._leave(attempt, outcome)
 
@@ -391,6 +397,10 @@ class Dispatch:
 
 async def _answer(asked: Awaitable[Answer]) -> Answer:
     return await asked
+
+
+def _result(task: asyncio.Task[Answer]) -> Answer | None:
+    return task.result() if task.done() and not task.cancelled() and task.exception() is None else None
 
 
 def _prefill_answered(attempt: Attempt, task: asyncio.Task[Answer]) -> None:

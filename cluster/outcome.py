@@ -26,8 +26,9 @@ class Outcome:
     completion_tokens: int = 0
     cached_tokens: int = 0
     prefill: str = ""
-    """The worker that computed the prompt (the decode worker itself when prefill was local)."""
+    """Empty: the decode worker computed the prompt itself."""
     decode: str = ""
+    """Empty: the request ended with its first token (or before); decode was never started."""
     placement_reason: str = ""
     attempts: int = 0
     placed_s: float | None = None

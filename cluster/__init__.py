@@ -1,0 +1,1 @@
+"""The serving side: gateway, dispatch, router, workers, configuration, commands."""

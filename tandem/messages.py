@@ -11,6 +11,9 @@ and events past tense (`HandedOver`). The life of a request in messages:
     prefill → decode   DropLease     → Dropped
     decode  → gateway  Frame         (one per gateway and step, all its new tokens)
     gateway → any      Abort         → Aborted
+
+A worker is a control process and a rank process: between them the same values travel, and `Forward` and `FrameFor`
+say where the rank's own have to go.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from engine.types import EngineLoad, FinishReason, Request, Token
 
 
 class Code(StrEnum):
-    """Why something was declined or failed; each has one HTTP status and one gRPC code (`cluster.status`)."""
+    """Why something was declined or failed; each has one HTTP status and one gRPC code (`tandem.status`)."""
 
     INVALID = "invalid"  # 400 INVALID_ARGUMENT
     NOT_FOUND = "not_found"  # 404 NOT_FOUND
@@ -286,7 +289,55 @@ class KvEvents:
     tier: str = "device"
 
 
-Question = Expect | Submit | Abort | AskLease | RenewLease | Commit | DropLease
+# -- operator → worker -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetDraining:
+    """Take no new requests (or take them again); what runs is finished."""
+
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainingSet:
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget every cached block that nobody uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheReset:
+    blocks: int
+
+
+class FaultKind(StrEnum):
+    DELAY = "delay"
+    DROP = "drop"
+    FAIL = "fail"
+    CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True)
+class InjectFault:
+    """For tests: what shall happen to the `nth` transfer from now on, counted from 1. `seconds` is for delays."""
+
+    kind: FaultKind
+    nth: int = 1
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected:
+    pass
+
+
+Question = (
+    Expect | Submit | Abort | AskLease | RenewLease | Commit | DropLease | SetDraining | ResetPrefixCache | InjectFault
+)
 Answer = (
     Expected
     | HandedOver
@@ -297,4 +348,26 @@ Answer = (
     | LeaseRenewed
     | Committed
     | Dropped
+    | DrainingSet
+    | PrefixCacheReset
+    | FaultInjected
 )
+
+
+# -- rank → its control process ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Carry this question to another worker and bring me the answer."""
+
+    to: WorkerRef
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFor:
+    """A frame and the gateway that waits for it."""
+
+    gateway_id: str
+    frame: Frame

@@ -68,7 +68,8 @@ def make_toy_checkpoint(directory: str | Path, *, seed: int = 0, **overrides: An
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     _write_json(path / "config.json", _config(shape))
-    _write_json(path / "generation_config.json", {"bos_token_id": IM_START_ID, "eos_token_id": [IM_END_ID, ENDOFTEXT_ID]})
+    generation = {"bos_token_id": IM_START_ID, "eos_token_id": [IM_END_ID, ENDOFTEXT_ID]}
+    _write_json(path / "generation_config.json", generation)
     _write_json(path / "tokenizer.json", _tokenizer(shape.vocab))
     _write_json(path / "tokenizer_config.json", _tokenizer_config(shape))
     _write_weights(path, dict(_weights(shape, seed)), shape.shards)
@@ -108,13 +109,13 @@ def _head_dim(shape: ToyShape) -> int:
 
 def _weights(shape: ToyShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, shape.dtype)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain / columns**0.5).to(dtype)
+        return torch.randn(rows, columns, generator=generator).mul(gain / columns**0.5).to(dtype)
 
     def vector(size: int, mean: float) -> torch.Tensor:
-        return (mean + 0.1 * torch.randn(size, generator=generator)).to(dtype)
+        return torch.randn(size, generator=generator).mul(0.1).add(mean).to(dtype)
 
     def vocabulary() -> torch.Tensor:
         rows = matrix(shape.vocab, hidden, 3.0)
@@ -156,7 +157,7 @@ def _write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int) ->
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return
     names = list(weights)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = {name: weights[name] for name in names[shard::shards]}

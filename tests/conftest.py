@@ -1,0 +1,37 @@
+"""What every test may ask for: one quiet, offline, single-threaded process and the default model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    RAY_USAGE_STATS_ENABLED="0",
+    CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+    OMP_NUM_THREADS="1",  # two cores are shared with whatever else runs; torch follows this too
+)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """A test that changes the environment puts it back."""
+    before = dict(os.environ)
+    yield
+    after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    before.pop("PYTEST_CURRENT_TEST", None)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert not changed, f"this test left the environment changed: {sorted(changed)}"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's GGUF, fetched once into the cache folder."""
+    from cluster import models
+
+    return models.resolve(models.DEFAULT)

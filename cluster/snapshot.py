@@ -1,0 +1,195 @@
+"""What the router decides on, and what it decides: frozen values, each printable in a line.
+
+A `RequestView` (what matters of a request) meets a `Snapshot` (what is known of every worker at this moment) in a
+policy, and a `Placement` or a `Refusal` comes out. Nothing here does work beyond arithmetic on its own fields.
+
+A worker's report is always a little old, so a view carries two tallies of the router's own ledger beside it: `unseen`,
+the requests sent there that no report has shown yet (add them to the report), and `promised`, all requests the router
+placed there that have not ended (the report cannot be lower than they will become: a request that waits for its KV
+holds no blocks yet, but will).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.types import EngineLoad
+from tandem.messages import Code, WorkerInfo, WorkerRef
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""Growth that is reserved for a request: its `max_tokens`, but no more than this, since few use a large limit up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """A request as the router sees it. `prefix_keys`: one key per full granule of 16 tokens (`engine.hashing`).
+
+    `ttft_s` and `itl_s` are the promises of its class (None: none), `deadline_s` is on the router's clock.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    prefix_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    max_tokens: int = 16
+    sla_class: str = "default"
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+
+    @property
+    def expected_output_tokens(self) -> int:
+        return min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Requests of the ledger on one worker, summed. `itl_s` is the tightest promise among them, None when none."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+    context_tokens: int = 0
+    itl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker: what it said of itself, its last report (`age_s` ago), and what the ledger knows better.
+
+    `last_placed` is the number of the last placement that chose this worker, 0 for never. `healthy` is False for a
+    worker whose heartbeat is late: it is chosen only when no other is left.
+    """
+
+    info: WorkerInfo
+    load: EngineLoad
+    age_s: float = 0.0
+    healthy: bool = True
+    unseen: Tally = Tally()
+    promised: Tally = Tally()
+    last_placed: int = 0
+    transfers_in_flight: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.info.ref.name
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        return self.load.queued_prefill_tokens + self.unseen.prefill_tokens
+
+    @property
+    def waiting(self) -> int:
+        return self.load.waiting + self.unseen.requests
+
+    @property
+    def batch(self) -> int:
+        """Sequences that decode here now or will once their KV has arrived."""
+        return max(self.load.running + self.unseen.requests, self.promised.requests)
+
+    @property
+    def context_tokens(self) -> int:
+        return max(self.load.running_context_tokens + self.unseen.context_tokens, self.promised.context_tokens)
+
+    @property
+    def room_blocks(self) -> int:
+        """Blocks that nobody holds or was promised; cached ones count as room. Negative: more is promised than is."""
+        return self.load.total_blocks - max(self.load.live_blocks + self.unseen.blocks, self.promised.blocks)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.load.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingKnobs:
+    """Settings of the policies (`cluster.config.RoutingSection` and the pools')."""
+
+    local_prefill: str = "auto"
+    """"auto", "never" or "always"."""
+    local_prefill_gain: float = 1.25
+    """Local prefill is chosen when remote is estimated to cost at least this many times as much."""
+    max_waiting: int = 1024
+    """Requests that may wait on one worker; a worker above it is not chosen."""
+    assumed_bytes_per_s: float = float(1 << 30)
+    """KV transfer between a pair that was not measured yet."""
+    handover_s: float = 0.005
+    """Control messages on the way from the last chunk to Commit's answer."""
+    prefill_step_tokens: int = 512
+    decode_step_tokens: int = 512
+    """Token budget of one step, by pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything a policy may look at.
+
+    `overlaps[name]` is the number of leading prompt tokens whose KV that worker holds (or will hold before this
+    request's turn); `links[(prefill, decode)]` the measured bytes per second. `excluded` names workers that this
+    request must not get: they still tell whether it could ever fit.
+    """
+
+    prefill: tuple[WorkerView, ...] = ()
+    decode: tuple[WorkerView, ...] = ()
+    overlaps: Mapping[str, int] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+    knobs: RoutingKnobs = RoutingKnobs()
+
+    def overlap(self, view: WorkerView) -> int:
+        return self.overlaps.get(view.name, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What a policy expects of its choice, in seconds. `ttft_s` = queue + prefill + the exposed part of transfer."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a request goes. `prefill` None: the decode worker computes the prompt itself.
+
+    `kind` is one of a few words (for metrics), `reason` a sentence for people. `*_overlap_tokens` are the prompt
+    tokens whose KV each side is thought to hold.
+    """
+
+    request_id: str
+    prefill: WorkerRef | None
+    decode: WorkerRef
+    estimates: Estimates
+    kind: str
+    reason: str
+    prefill_overlap_tokens: int = 0
+    decode_overlap_tokens: int = 0
+
+    def explain(self) -> str:
+        """The decision in one line."""
+        where = f"prefill={self.prefill.name if self.prefill else 'local'} decode={self.decode.name}"
+        told = self.estimates
+        numbers = (
+            f"ttft={_ms(told.ttft_s)} (queue {_ms(told.queue_s)}, prefill {_ms(told.prefill_s)}, "
+            f"transfer {_ms(told.transfer_s)}) itl={_ms(told.itl_s)}"
+        )
+        overlap = f"overlap={self.prefill_overlap_tokens}/{self.decode_overlap_tokens} tokens"
+        return f"{self.request_id}: {where} {numbers} {overlap}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No worker for this request: INVALID (never), UNAVAILABLE (nobody there), NO_ROOM (not now)."""
+
+    code: Code
+    reason: str
+
+    def explain(self) -> str:
+        return f"refused ({self.code}): {self.reason}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}ms"

@@ -1,0 +1,344 @@
+"""The engine: one worker's model, KV pool and step loop behind a few calls. Single-threaded, no I/O.
+
+    submit ─▶ queue ─▶ step, step, … ─▶ Progress(finish)            a whole request
+    submit(hold) ─▶ … ─▶ first token, blocks held ─▶ release        prefill only: others send the blocks
+    lease ─▶ (KV arrives) ─▶ adopt ─▶ step, … ─▶ Progress(finish)   decode only
+    abort                                                           from anywhere
+
+One `step` is plan → run → sample → apply; the plan is a value and says why. What can fail: a model that raises ends
+the sequences of that plan and no others, a row of logits that is not finite ends its sequence. `check` proves after any
+of it that every block is free, cached, or held by somebody known.
+
+A preempted sequence starts over in other blocks: its `computed_tokens` fall back and its block table changes. Blocks
+that a transfer still reads stay as they are until `unretain`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.hashing import PrefixHasher, hash_root
+from engine.info import EngineInfo, ModelFacts
+from engine.roster import Roster
+from engine.sampler import SampleRow, greedy, prompt_logprobs, sample
+from engine.scheduler import Outcome, Scheduler
+from engine.sequence import Sequence, State
+from engine.step_times import StepTimeModel, shape_of
+from engine.types import (
+    BlockLease,
+    Chunk,
+    EngineLoad,
+    FinishReason,
+    Progress,
+    Request,
+    StepPlan,
+    StepResult,
+    Token,
+)
+from engine.validate import check_fits, validate
+
+__all__ = ["Engine", "EngineInfo", "ModelFacts", "Runner"]
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Carries a plan out: writes KV, returns float32 (sum of chunk.rows, vocab), rows in the plan's order."""
+
+    def run(self, plan: StepPlan) -> Tensor: ...
+
+
+class Engine:
+    """`memory` is the KV pool's bytes, block after block, for transfers to read and write."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        facts: ModelFacts,
+        *,
+        memory: memoryview | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        root = hash_root(
+            name=config.prefix_hash,
+            seed=config.hash_seed,
+            model_digest=facts.model_digest,
+            kv_dtype=config.kv_dtype or config.dtype,
+            numerics=config.dtype,
+        )
+        self.info = EngineInfo(
+            model=facts.model,
+            model_digest=facts.model_digest,
+            layout=facts.layout,
+            numerics=config.dtype,
+            max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
+            vocab_size=facts.vocab_size,
+            block_bytes=facts.block_bytes,
+            total_blocks=facts.total_blocks,
+            block_size=config.block_size,
+            eos_token_ids=facts.eos_token_ids,
+            hash_root=root,
+        )
+        hasher = PrefixHasher(config.prefix_hash, root) if config.prefix_caching else None
+        self._runner = runner
+        self._clock = clock
+        self._memory = memory if memory is not None else memoryview(b"")
+        self._pool = BlockPool(facts.total_blocks)
+        self._roster = Roster(self._pool, config.block_size, hasher)
+        self._times = StepTimeModel()
+        self._scheduler = Scheduler(
+            config,
+            self._roster,
+            self._times,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            max_model_len=self.info.max_model_len,
+        )
+        self._generated = 0
+        # Set when a plan came out empty, cleared by whatever could change that: so that nobody spins.
+        self._stuck = False
+        self._first_deadline: float | None = None
+
+    @classmethod
+    def open(cls, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> Engine:
+        """Read the checkpoint, allocate the pool, build the runner. Raises ModelError or ConfigError."""
+        from engine.assemble import assemble  # torch models only where one is loaded
+
+        runner, facts, memory = assemble(config)
+        return cls(config, runner, facts, memory=memory, clock=clock)
+
+    def pool_bytes(self) -> memoryview:
+        """Writable bytes of the KV pool; block i is [i * block_bytes, (i + 1) * block_bytes)."""
+        return self._memory
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, *, hold: bool = False) -> None:
+        """Queue a request; with `hold` it stops after its first token and keeps its blocks until `release`.
+
+        Raises InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV pool.
+        """
+        self._check(request, prompt_only=hold)
+        self._roster.add(request, self._clock(), hold=hold)
+        self._expect(request)
+
+    def lease(self, request: Request) -> BlockLease | None:
+        """Real blocks for the whole prompt, those with a known prefix included; None when there is no room now.
+
+        A prompt that the cache holds to its last block needs nothing sent (`held_tokens` equals its length). Raises
+        InvalidRequest as `submit` does.
+        """
+        self._check(request)
+        seq = self._roster.lease(request, self._clock())
+        if seq is None:
+            return None
+        return BlockLease(request.request_id, tuple(seq.blocks), seq.computed)
+
+    def adopt(self, request: Request, first: tuple[Token, ...]) -> None:
+        """The leased blocks hold the prompt's KV and `first` was generated already: run from there.
+
+        Raises ValueError when there is no such lease, when `first` is empty, or when `first` ends the request.
+        """
+        seq = self._roster.by_id.get(request.request_id)
+        if seq is None or seq.state is not State.LEASED:
+            raise ValueError(f"{request.request_id} is {seq.state if seq else 'unknown'} here, not leased")
+        if request.token_ids != seq.request.token_ids:
+            raise ValueError(f"{request.request_id} was leased for another prompt")
+        if not first or not self._goes_on(seq, first):
+            raise ValueError(f"{request.request_id} has nothing left to generate after {first}")
+        self._roster.adopt(seq, first)
+        self._expect(request)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request in any state, its blocks come back now; False when it is not here. No Progress follows."""
+        seq = self._roster.by_id.get(request_id)
+        if seq is None:
+            return False
+        _log.debug("%s ends as %s while %s", request_id, reason, seq.state)
+        self._roster.end(seq)
+        self._stuck = False
+        return True
+
+    def release(self, request_id: str) -> None:
+        """A held request is done with; its full blocks stay as prefix cache. Unknown ids are ignored."""
+        seq = self._roster.by_id.get(request_id)
+        if seq is None:
+            return
+        if seq.state is not State.HELD:
+            raise ValueError(f"{request_id} is {seq.state}, not held; abort it instead")
+        self._roster.end(seq)
+        self._stuck = False
+
+    def block_table(self, request_id: str) -> tuple[int, ...]:
+        """Blocks of the sequence, position by position; empty while it waits. KeyError when it is not here."""
+        return tuple(self._roster.by_id[request_id].blocks)
+
+    def retain(self, block_ids: Iterable[int]) -> None:
+        """A transfer's own reference: these blocks are not reused before `unretain`, whoever lets go of them."""
+        self._roster.retain(block_ids)
+
+    def unretain(self, block_ids: Iterable[int]) -> None:
+        self._roster.unretain(block_ids)
+        self._stuck = False
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether a step now could do anything. False as well while all that waits is waiting for blocks."""
+        if self._first_deadline is not None and self._first_deadline <= self._clock():
+            return True
+        return not self._stuck and bool(self._roster.waiting or self._roster.running)
+
+    def next_deadline(self) -> float | None:
+        """A time at or before which nobody's deadline passes: call `step` again then, even without work."""
+        return self._first_deadline
+
+    def step(self, now: float) -> StepResult | None:
+        """Plan, run, sample, apply; None when there was nothing to do."""
+        expired = self._expired(now)
+        plan = self._scheduler.plan(now)
+        self._stuck = not plan.chunks and not plan.preempted
+        if not plan.chunks:
+            return StepResult(expired, now, 0.0, plan) if expired or plan.preempted else None
+        started_s = self._clock()
+        progress = self._carried_out(plan, started_s)
+        return StepResult(expired + progress, started_s, self._clock() - started_s, plan)
+
+    def _carried_out(self, plan: StepPlan, started_s: float) -> tuple[Progress, ...]:
+        try:
+            outcomes = self._outcomes(plan, self._runner.run(plan))
+        except Exception as error:  # Whatever a model can raise: its requests end, the engine does not.
+            _log.exception("step failed: %s", plan.reason)
+            return self._scheduler.failed(plan, f"{type(error).__name__}: {error}")
+        self._times.observe(shape_of(plan.chunks), self._clock() - started_s)
+        progress = self._scheduler.applied(plan, outcomes)
+        self._generated += sum(len(one.tokens) for one in progress)
+        return progress
+
+    def _outcomes(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
+        sequences = [self._roster.by_id[chunk.request_id] for chunk in plan.chunks]
+        ends = [
+            chunk.start + len(chunk.token_ids) == len(s.tokens) for chunk, s in zip(plan.chunks, sequences, strict=True)
+        ]
+        rows = _last_rows(plan.chunks)
+        sampled = [i for i, last in enumerate(ends) if last]
+        picked = logits if len(sampled) == len(logits) else logits[[rows[i] for i in sampled]]
+        tokens = dict(zip(sampled, self._sampled(picked, [sequences[i] for i in sampled]), strict=True))
+        outcomes = []
+        for i, (chunk, seq) in enumerate(zip(plan.chunks, sequences, strict=True)):
+            told = _prompt_told(chunk, seq, logits, rows[i]) if chunk.logits == "all" else ()
+            error = "the model's logits are not finite" if ends[i] and tokens[i] is None else ""
+            outcomes.append(Outcome(tokens.get(i), told, error))
+        return outcomes
+
+    def _sampled(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Token | None]:
+        if not sequences:
+            return []
+        if all(seq.plain_greedy and seq.generated >= seq.request.sampling.min_tokens for seq in sequences):
+            return [None if token is None else Token(token) for token in greedy(logits)]
+        return sample(logits, [self._sample_row(seq) for seq in sequences])
+
+    def _sample_row(self, seq: Sequence) -> SampleRow:
+        sampling = seq.request.sampling
+        forbidden: tuple[int, ...] = ()
+        if seq.generated < sampling.min_tokens:
+            eos = () if sampling.ignore_eos else self.info.eos_token_ids
+            forbidden = (*eos, *sampling.stop_token_ids)
+        return SampleRow(sampling, seq.request.sequence_index, len(seq.tokens), seq.counts, forbidden)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def load(self, now: float) -> EngineLoad:
+        """This engine's state in numbers. `now` is unused today: nothing in it depends on the time."""
+        roster, pool = self._roster, self._pool
+        pending = [seq for queue in (roster.waiting, roster.running) for seq in queue if not seq.decoding]
+        return EngineLoad(
+            total_blocks=pool.total,
+            free_blocks=pool.free,
+            live_blocks=pool.live,
+            cached_blocks=pool.cached,
+            block_size=self.info.block_size,
+            running=len(roster.running),
+            waiting=len(roster.waiting),
+            leased_blocks=roster.leased_blocks(),
+            queued_prefill_tokens=sum(seq.remaining for seq in pending),
+            running_context_tokens=sum(seq.computed for seq in roster.running),
+            preemptions=roster.preemptions,
+            prefix_queries=roster.prefix_queries,
+            prefix_hits=roster.prefix_hits,
+            prompt_tokens=roster.prompt_tokens,
+            generated_tokens=self._generated,
+            step_times=self._times.times,
+        )
+
+    def drain_kv_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
+        """Prefix keys stored and removed since the last call, and whether everything was forgotten before that."""
+        return self._pool.drain_changes()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; running requests are unharmed. The number of blocks forgotten."""
+        self._stuck = False
+        return self._roster.forget_prefixes()
+
+    def check(self) -> None:
+        """Every block is free, cached or held by somebody known. Raises AssertionError with the story."""
+        self._roster.check()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request, *, prompt_only: bool = False) -> None:
+        info = self.info
+        if request.request_id in self._roster.by_id:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already here")
+        validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len, prompt_only=prompt_only)
+        capacity = info.total_blocks * info.block_size
+        check_fits(request, capacity, "the KV pool", prompt_only=prompt_only)
+
+    def _goes_on(self, seq: Sequence, first: tuple[Token, ...]) -> bool:
+        reasons = (self._scheduler.finish_reason(seq.request, token, i) for i, token in enumerate(first, 1))
+        return all(reason is None for reason in reasons)
+
+    def _expect(self, request: Request) -> None:
+        self._stuck = False
+        if request.deadline_s is not None:
+            first = self._first_deadline
+            self._first_deadline = request.deadline_s if first is None else min(first, request.deadline_s)
+
+    def _expired(self, now: float) -> tuple[Progress, ...]:
+        if self._first_deadline is None or now < self._first_deadline:
+            return ()
+        expired = self._scheduler.expire(now)
+        ahead = [
+            seq.request.deadline_s
+            for queue in (self._roster.waiting, self._roster.running)
+            for seq in queue
+            if seq.request.deadline_s is not None
+        ]
+        self._first_deadline = min(ahead, default=None)
+        return expired
+
+
+def _last_rows(chunks: Seq[Chunk]) -> list[int]:
+    """For each chunk the index of its last row of logits; meaningless where it has none."""
+    rows, end = [], 0
+    for chunk in chunks:
+        end += chunk.rows
+        rows.append(end - 1)
+    return rows
+
+
+def _prompt_told(chunk: Chunk, seq: Sequence, logits: Tensor, last_row: int) -> tuple[Token, ...]:
+    """Log-probabilities of the prompt's tokens at start + 1 …, which this chunk's rows predict."""
+    followers = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.rows + 1, seq.prompt_len)]
+    first_row = last_row + 1 - chunk.rows
+    rows = logits[first_row : first_row + len(followers)]
+    return prompt_logprobs(rows, followers, seq.request.sampling.prompt_logprobs or 0)

@@ -1,0 +1,234 @@
+"""Every sequence of the engine, the blocks it holds, and the only ways in and out.
+
+The scheduler decides, the roster does: each move of a sequence between states takes or gives back its blocks in the
+same function, so that nothing leaks whatever the order of events. `end` is the one exit and works from every state.
+A sequence is given blocks for all its tokens when it is admitted, then one at a time as it grows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from operator import attrgetter
+
+from engine.blocks import BlockPool
+from engine.hashing import GRANULE, PrefixHasher
+from engine.sequence import Sequence, State
+from engine.types import Request, Token
+
+_by_order = attrgetter("order")
+
+
+class Roster:
+    """`hasher` None switches prefix caching off."""
+
+    def __init__(self, pool: BlockPool, block_size: int, hasher: PrefixHasher | None) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.by_id: dict[str, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        """Most urgent first, as `running`."""
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.prompt_tokens = 0
+        self._hasher = hasher
+        self._number = 0
+        self._retained: Counter[int] = Counter()
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float, *, hold: bool = False) -> Sequence:
+        """A new sequence joins the queue."""
+        seq = self._new(request, now, State.WAITING, hold=hold)
+        insort(self.waiting, seq, key=_by_order)
+        return seq
+
+    def admit(self, seq: Sequence, headroom: int) -> bool:
+        """Waiting → running, with blocks for all its tokens; False when they and `headroom` more are not there."""
+        # Prompt log-probabilities come out of computing; one token at least always does.
+        hits = [] if seq.wants_prompt_logprobs else self._match(seq, len(seq.tokens) - 1)
+        if not self._provide(seq, hits, headroom):
+            return False
+        self._leave(self.waiting, seq)
+        seq.state = State.RUNNING
+        seq.computed = len(hits) * self.block_size
+        if not seq.preemptions:
+            self._count_lookup(seq, seq.computed)
+        insort(self.running, seq, key=_by_order)
+        return True
+
+    def lease(self, request: Request, now: float) -> Sequence | None:
+        """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now."""
+        seq = self._new(request, now, State.LEASED)
+        hits = self._match(seq, seq.prompt_len)
+        if not self._provide(seq, hits, self._headroom()):
+            del self.by_id[request.request_id]
+            return None
+        seq.computed = len(hits) * self.block_size
+        self._count_lookup(seq, seq.computed)
+        return seq
+
+    def adopt(self, seq: Sequence, first: Iterable[Token]) -> None:
+        """Leased → running: the prompt's KV is complete and `first` was already generated."""
+        seq.state = State.RUNNING
+        seq.computed = seq.prompt_len
+        for token in first:
+            seq.append(token.token_id)
+        self._publish(seq)
+        insort(self.running, seq, key=_by_order)
+
+    # -- on ------------------------------------------------------------------------------------------------------
+
+    def grow(self, seq: Sequence) -> bool:
+        """One more block for a running sequence, if there is one."""
+        blocks = self.pool.allocate(1)
+        if blocks is None:
+            return False
+        seq.blocks.extend(blocks)
+        return True
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next token's KV has no place yet."""
+        return seq.computed >= len(seq.blocks) * self.block_size
+
+    def advance(self, seq: Sequence, tokens: int) -> None:
+        """`tokens` more positions are in the pool; full blocks become findable."""
+        if seq.computed < seq.prompt_len:
+            self.prompt_tokens += min(tokens, seq.prompt_len - seq.computed)
+        seq.computed += tokens
+        self._publish(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Running → waiting; its blocks go back and are computed again, except what the prefix cache keeps."""
+        self._leave(self.running, seq)
+        self._give_back(seq)
+        seq.state = State.WAITING
+        seq.computed = 0
+        seq.preemptions += 1
+        seq.passes = 0
+        self.preemptions += 1
+        insort(self.waiting, seq, key=_by_order)
+
+    def park(self, seq: Sequence) -> None:
+        """Running → held: blocks stay until `end`."""
+        self._leave(self.running, seq)
+        seq.state = State.HELD
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def end(self, seq: Sequence, *, spoilt: bool = False) -> None:
+        """Out of any state. Full blocks stay behind as prefix cache, unless their content is `spoilt`."""
+        if spoilt:
+            self.pool.forget(seq.blocks)
+        if seq.state is State.WAITING:
+            self._leave(self.waiting, seq)
+        elif seq.state is State.RUNNING:
+            self._leave(self.running, seq)
+        self._give_back(seq)
+        del self.by_id[seq.request_id]
+
+    # -- references of transfers ---------------------------------------------------------------------------------
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        blocks = tuple(blocks)
+        self.pool.retain(blocks)
+        self._retained.update(blocks)
+
+    def unretain(self, blocks: Iterable[int]) -> None:
+        """Give back what `retain` took; ValueError when it was not taken."""
+        blocks = tuple(blocks)
+        wanted = Counter(blocks)
+        if any(self._retained[block] < count for block, count in wanted.items()):
+            raise ValueError(f"blocks {sorted(wanted)} are not all retained: {dict(self._retained)}")
+        self._retained -= wanted
+        self.pool.release(blocks)
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    def block_keys(self, seq: Sequence, length: int) -> list[bytes]:
+        """Keys of the full blocks within the first `length` tokens, one per block; empty without prefix caching."""
+        if self._hasher is None:
+            return []
+        keys = seq.hash_up_to(length, self._hasher)
+        per_block = self.block_size // GRANULE
+        return keys[per_block - 1 : length // self.block_size * per_block : per_block]
+
+    def leased_blocks(self) -> int:
+        return sum(len(seq.blocks) for seq in self.by_id.values() if seq.state is State.LEASED)
+
+    def forget_prefixes(self) -> int:
+        """Empty the prefix cache. Blocks computed so far are not entered again, only those still to come."""
+        return self.pool.reset_cache()
+
+    def check(self) -> None:
+        """Every list, state and reference agrees; raises AssertionError with the story."""
+        owners = Counter(self._retained)
+        for seq in self.by_id.values():
+            owners.update(seq.blocks)
+            story = f"{seq.request_id} ({seq.state}, computed {seq.computed} of {len(seq.tokens)}, blocks {seq.blocks})"
+            assert (seq in self.waiting) == (seq.state is State.WAITING), f"{story}: waiting list disagrees"
+            assert (seq in self.running) == (seq.state is State.RUNNING), f"{story}: running list disagrees"
+            assert seq.computed <= len(seq.blocks) * self.block_size, f"{story}: computed beyond its blocks"
+            assert seq.state is not State.WAITING or not seq.blocks, f"{story}: waits with blocks"
+            assert seq.state in (State.WAITING, State.LEASED) or seq.computed <= len(seq.tokens), f"{story}: too far"
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_by_order), "a queue is out of order"
+            assert all(self.by_id.get(seq.request_id) is seq for seq in queue), "a queue holds a stranger"
+        self.pool.check(owners)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new(self, request: Request, now: float, state: State, *, hold: bool = False) -> Sequence:
+        self._number += 1
+        seq = Sequence(request, arrived_s=now, number=self._number, state=state, hold=hold)
+        self.by_id[request.request_id] = seq
+        return seq
+
+    def _headroom(self) -> int:
+        """One block for each running sequence to grow into, so that a newcomer is not preempted at once."""
+        return len(self.running)
+
+    def _match(self, seq: Sequence, length: int) -> list[int]:
+        return self.pool.match(self.block_keys(seq, length))
+
+    def _provide(self, seq: Sequence, hits: list[int], headroom: int) -> bool:
+        """Blocks for all tokens: `hits` and fresh ones. All or none."""
+        total = -(-len(seq.tokens) // self.block_size)
+        taken = total - sum(self.pool.is_live(block) for block in hits)
+        if taken + headroom > self.pool.available:
+            return False
+        self.pool.retain(hits)
+        fresh = self.pool.allocate(total - len(hits))
+        assert fresh is not None, "the pool gave less than it promised"
+        seq.set_blocks(hits + fresh)
+        seq.published = len(hits)
+        return True
+
+    def _publish(self, seq: Sequence) -> None:
+        full = seq.computed // self.block_size
+        if self._hasher is None or full <= seq.published:
+            return
+        keys = seq.hash_up_to(full * self.block_size, self._hasher)
+        per_block = self.block_size // GRANULE
+        for index in range(seq.published, full):
+            self.pool.publish(seq.blocks[index], tuple(keys[index * per_block : (index + 1) * per_block]))
+        seq.published = full
+
+    def _count_lookup(self, seq: Sequence, hit_tokens: int) -> None:
+        seq.cached_tokens = hit_tokens
+        if self._hasher is not None:
+            self.prefix_queries += seq.prompt_len
+            self.prefix_hits += hit_tokens
+
+    def _give_back(self, seq: Sequence) -> None:
+        self.pool.release(seq.blocks)
+        seq.set_blocks([])
+        seq.published = 0
+
+    def _leave(self, queue: list[Sequence], seq: Sequence) -> None:
+        index = bisect_left(queue, seq.order, key=_by_order)
+        assert queue[index] is seq, f"{seq.request_id} is not where its order says"
+        del queue[index]

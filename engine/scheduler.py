@@ -1,0 +1,309 @@
+"""Decides what the next step computes. There are no prefill or decode modes, only tokens not yet computed.
+
+Each step has `max_num_batched_tokens` tokens and `max_num_seqs` seats to give:
+
+1. Running sequences that decode get one token each, most urgent first. One that needs a block when none is left takes
+   it from the least urgent running sequence, which goes back to the queue and is computed again later. The most urgent
+   sequence is never preempted, so somebody always gets on.
+2. Prompt work gets the rest, or less: beside decodes with a promised time between tokens, only what keeps the tightest
+   promise (`engine.budget`). Half of it goes to the most urgent prompt and the other half to the shortest first, so
+   that neither a long prompt blocks short ones nor a stream of short ones starves it: it takes at most about twice the
+   time that it would take alone.
+3. A waiting sequence enters when blocks for all its tokens are there, and one more for each running sequence to grow.
+   One for which there is no room lets at most `MOST_PASSES` later ones go first, none once it was preempted. One whose
+   next block is just being computed by another sequence waits for it, and finds it in the prefix cache.
+
+With `chunked_prefill` off, prompts are computed in steps of their own, whole as far as the token budget reaches, and
+such steps alternate with decodes. `plan` changes only the roster; `applied` and `failed` take the step's outcome back.
+Urgency is priority plus age, see `engine.sequence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.budget import MARGIN, least_share, prompt_tokens_within
+from engine.config import EngineConfig
+from engine.roster import Roster
+from engine.sequence import Sequence, State, finish_reason
+from engine.step_times import StepShape, StepTimeModel, shape_of
+from engine.types import Chunk, FinishReason, Progress, Request, StepPlan, Token
+
+MOST_PASSES = 8
+"""Later sequences that may enter before one for which there is no room."""
+MOST_REFUSALS = 4
+"""Waiting sequences found to have no room in one step before it stops looking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the step brought for one chunk: the sampled token, if the chunk reached the end, and the log-probabilities
+    of the prompt tokens at positions start + 1 …, if they were asked for. `error` ends the sequence."""
+
+    token: Token | None = None
+    prompt_logprobs: tuple[Token, ...] = ()
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    now: float
+    tokens: int
+    seats: int
+    shares: dict[str, int] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    blocked: Sequence | None = None
+    refusals: int = 0
+    coming: set[bytes] | None = None
+    limit: str = ""
+
+    def give(self, seq: Sequence, tokens: int) -> None:
+        if tokens <= 0:
+            return
+        if seq.request_id not in self.shares:
+            self.seats -= 1
+        self.shares[seq.request_id] = self.shares.get(seq.request_id, 0) + tokens
+        self.tokens -= tokens
+
+
+class Scheduler:
+    """Owns the order of work; the roster owns the sequences."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        roster: Roster,
+        times: StepTimeModel,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._roster = roster
+        self._times = times
+        self._eos = eos_token_ids
+        self._max_model_len = max_model_len
+        self._prompts_had_a_step = False
+
+    # -- before the step -----------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; without chunks when nothing can run now."""
+        draft = _Draft(now, self._config.max_num_batched_tokens, self._config.max_num_seqs)
+        if self._config.chunked_prefill:
+            self._give_decodes(draft)
+            self._give_prompts(draft)
+        else:
+            self._give_one_kind(draft)
+        return self._written(draft)
+
+    def _give_one_kind(self, draft: _Draft) -> None:
+        if not self._prompts_had_a_step:
+            self._give_prompts(draft)
+        self._prompts_had_a_step = bool(draft.shares)
+        if not draft.shares:
+            self._give_decodes(draft)
+        if not draft.shares and not draft.preempted:
+            self._give_prompts(draft)
+
+    def _give_decodes(self, draft: _Draft) -> None:
+        for seq in tuple(self._roster.running):
+            if not draft.tokens or not draft.seats:
+                return
+            # An earlier one in this loop may have taken its blocks.
+            if seq.state is State.RUNNING and seq.decoding and self._has_block(seq, draft):
+                draft.give(seq, 1)
+
+    def _has_block(self, seq: Sequence, draft: _Draft) -> bool:
+        roster = self._roster
+        while roster.needs_block(seq) and not roster.grow(seq):
+            victim = roster.running[-1]
+            if victim is seq is roster.running[0]:
+                return False  # Held, leased or in transfer: those end without our help, and giving up gains nothing.
+            roster.preempt(victim)
+            draft.preempted.append(victim.request_id)
+            if victim is seq:
+                return False
+        return True
+
+    def _give_prompts(self, draft: _Draft) -> None:
+        candidates = sorted(self._candidates(draft), key=lambda seq: seq.order)
+        if not candidates or not draft.tokens:
+            return
+        spare = draft.tokens - self._prompt_limit(draft, candidates[0])
+        draft.tokens -= spare
+        most_urgent = next((seq for seq in candidates if self._enters(seq, draft)), None)
+        if most_urgent is None:
+            return
+        others = sorted((seq for seq in candidates if seq is not most_urgent), key=lambda seq: seq.remaining)
+        whole = not self._config.chunked_prefill
+        self._give_share(most_urgent, draft, draft.tokens if whole or not others else -(-draft.tokens // 2))
+        for seq in others:
+            if not draft.tokens or (whole and seq.remaining > draft.tokens):
+                break
+            if self._enters(seq, draft):
+                self._give_share(seq, draft, draft.tokens)
+        self._give_share(most_urgent, draft, draft.tokens)
+
+    def _candidates(self, draft: _Draft) -> Iterator[Sequence]:
+        """Who has prompt work: running ones, and the front of the queue."""
+        for seq in self._roster.running:
+            if not seq.decoding and seq.request_id not in draft.shares:
+                yield seq
+        # Who was just preempted would only take back what it gave.
+        if not draft.preempted:
+            yield from self._roster.waiting[: 2 * self._config.max_num_seqs]
+
+    def _give_share(self, seq: Sequence, draft: _Draft, tokens: int) -> None:
+        if draft.seats or seq.request_id in draft.shares:
+            draft.give(seq, min(tokens, draft.tokens, seq.remaining - draft.shares.get(seq.request_id, 0)))
+
+    def _enters(self, seq: Sequence, draft: _Draft) -> bool:
+        """Whether this sequence is running, or can be from now on."""
+        if seq.state is State.RUNNING:
+            return True
+        roster = self._roster
+        if not draft.seats or len(roster.running) >= self._config.max_num_seqs or not self._may_pass(draft):
+            return False
+        if self._waits_for_neighbour(seq, draft):
+            return False
+        if not roster.admit(seq, headroom=len(roster.running)):
+            draft.blocked = draft.blocked or seq
+            draft.refusals += 1
+            return False
+        if draft.blocked is not None and draft.blocked.order < seq.order:
+            draft.blocked.passes += 1
+        if draft.coming is not None:
+            draft.coming.update(self._still_to_come(seq))
+        return True
+
+    def _may_pass(self, draft: _Draft) -> bool:
+        blocked = draft.blocked
+        if blocked is None:
+            return True
+        return not blocked.preemptions and blocked.passes < MOST_PASSES and draft.refusals < MOST_REFUSALS
+
+    def _waits_for_neighbour(self, seq: Sequence, draft: _Draft) -> bool:
+        """Whether the first block that the cache lacks is on its way: waiting is cheaper than computing it twice."""
+        roster = self._roster
+        if seq.wants_prompt_logprobs:
+            return False
+        keys = roster.block_keys(seq, len(seq.tokens) - 1)
+        if not keys:
+            return False
+        if draft.coming is None:
+            draft.coming = {key for other in roster.running for key in self._still_to_come(other)}
+        found = len(roster.pool.match(keys))
+        return found < len(keys) and keys[found] in draft.coming
+
+    def _still_to_come(self, seq: Sequence) -> list[bytes]:
+        if seq.decoding:
+            return []
+        return self._roster.block_keys(seq, len(seq.tokens))[seq.computed // self._roster.block_size :]
+
+    def _prompt_limit(self, draft: _Draft, most_urgent: Sequence) -> int:
+        """Prompt tokens for this step, by the tightest promise of those who decode in it."""
+        decodes = [self._roster.by_id[request_id] for request_id in draft.shares]
+        promises = [seq.request.itl_s for seq in decodes if seq.request.itl_s is not None]
+        if not promises:
+            return draft.tokens
+        tightest = min(promises)
+        beside = StepShape(decodes=len(decodes), decode_context=sum(seq.computed for seq in decodes))
+        kept = prompt_tokens_within(self._times.times, beside, most_urgent.computed, MARGIN * tightest)
+        waited = draft.now - most_urgent.arrived_s
+        least = least_share(self._roster.block_size, waited, most_urgent.request.ttft_s)
+        allowed = min(draft.tokens, max(kept, least))
+        draft.limit = f"ITL {tightest * 1e3:.0f} ms allows {kept} prompt tokens, at least {least}"
+        return allowed
+
+    def _written(self, draft: _Draft) -> StepPlan:
+        chunks = tuple(self._chunk(self._roster.by_id[request_id], n) for request_id, n in draft.shares.items())
+        if not chunks:
+            return StepPlan((), preempted=tuple(draft.preempted), reason="nothing can run")
+        reason = f"{len(chunks)} of {len(self._roster.running)} running, {len(self._roster.waiting)} waiting"
+        if draft.limit:
+            reason = f"{reason}; {draft.limit}"
+        return StepPlan(chunks, self._times.predict_s(shape_of(chunks)), tuple(draft.preempted), reason)
+
+    def _chunk(self, seq: Sequence, tokens: int) -> Chunk:
+        start, end = seq.computed, seq.computed + tokens
+        ends = end == len(seq.tokens)
+        logits = "last" if ends else "none"
+        # Row i tells about position start + i + 1; after a preemption only those not told yet are of interest.
+        if seq.wants_prompt_logprobs and start < seq.prompt_len - 1 and end >= len(seq.prompt_logprobs):
+            logits = "all"
+        table = seq.table(-(-end // self._roster.block_size))
+        return Chunk(seq.request_id, tuple(seq.tokens[start:end]), start, table, logits)
+
+    # -- after the step ------------------------------------------------------------------------------------------
+
+    def applied(self, plan: StepPlan, outcomes: Seq[Outcome]) -> tuple[Progress, ...]:
+        """Take the step's outcome in: one `Outcome` per chunk, in the plan's order."""
+        return tuple(self._apply(chunk, outcome) for chunk, outcome in zip(plan.chunks, outcomes, strict=True))
+
+    def _apply(self, chunk: Chunk, outcome: Outcome) -> Progress:
+        seq = self._roster.by_id[chunk.request_id]
+        if outcome.error:
+            # Logits that are not finite come from KV that is not: nobody else shall find it.
+            return self.end(seq, FinishReason.ERROR, outcome.error, spoilt=True)
+        self._roster.advance(seq, len(chunk.token_ids))
+        told = self._told(seq, chunk.start, outcome.prompt_logprobs)
+        if outcome.token is None:
+            return Progress(seq.request_id, seq.computed, cached_tokens=seq.cached_tokens)
+        seq.append(outcome.token.token_id)
+        finish = self.finish_reason(seq.request, outcome.token, seq.generated)
+        progress = Progress(
+            seq.request_id,
+            seq.computed,
+            (outcome.token,),
+            finish,
+            prompt_logprobs=told,
+            cached_tokens=seq.cached_tokens,
+        )
+        if seq.hold:
+            self._roster.park(seq)
+        elif finish is not None:
+            self._roster.end(seq)
+        return progress
+
+    def finish_reason(self, request: Request, token: Token, generated: int) -> FinishReason | None:
+        """Whether this token, the `generated`-th one, ends the request."""
+        length = len(request.token_ids) + generated
+        return finish_reason(request.sampling, token.token_id, generated, length, self._eos, self._max_model_len)
+
+    def _told(self, seq: Sequence, start: int, logprobs: tuple[Token, ...]) -> tuple[Token, ...]:
+        """Collect prompt log-probabilities by position; all of them on the step that ends the prompt, once."""
+        if not seq.wants_prompt_logprobs:
+            return ()
+        if not seq.prompt_logprobs:
+            seq.prompt_logprobs.append(Token(seq.tokens[0]))
+        known = len(seq.prompt_logprobs)
+        seq.prompt_logprobs.extend(logprobs[max(0, known - start - 1) : seq.prompt_len - start - 1])
+        if seq.computed < len(seq.tokens):
+            return ()
+        seq.wants_prompt_logprobs = False
+        return tuple(seq.prompt_logprobs)
+
+    def failed(self, plan: StepPlan, error: str) -> tuple[Progress, ...]:
+        """The step itself failed: everybody in it ends, their blocks come back."""
+        return tuple(self.end(self._roster.by_id[chunk.request_id], FinishReason.ERROR, error) for chunk in plan.chunks)
+
+    def expire(self, now: float) -> tuple[Progress, ...]:
+        """End everybody waiting or running whose deadline has passed."""
+        late = [
+            seq
+            for queue in (self._roster.waiting, self._roster.running)
+            for seq in queue
+            if seq.request.deadline_s is not None and seq.request.deadline_s <= now
+        ]
+        return tuple(self.end(seq, FinishReason.DEADLINE) for seq in late)
+
+    def end(self, seq: Sequence, reason: FinishReason, error: str = "", *, spoilt: bool = False) -> Progress:
+        """End a sequence in any state, and say so."""
+        progress = Progress(seq.request_id, seq.computed, (), reason, error, cached_tokens=seq.cached_tokens)
+        self._roster.end(seq, spoilt=spoilt)
+        return progress

@@ -24,7 +24,7 @@ _ERROR_STEP = 0.1
 _OUTLIER = 4.0
 """A step this many times slower than predicted was disturbed from outside; it counts as this many times."""
 _TRUST_AFTER = 20
-_SMALL = (1e-3, 1e-6, 1e-9, 1e-3, 1e-5, 1e-8)
+_SMALL = (1e-2, 1e-3, 1e-6, 1e-2, 1e-3, 1e-5)
 """The scale of a coefficient whose prior is nothing."""
 _SWEEPS = 25
 
@@ -94,7 +94,7 @@ class StepTimeModel:
         """A step of `shape` took `duration_s`. Empty steps and times that are not positive are ignored."""
         if duration_s <= 0 or not (shape.prefill_tokens or shape.decodes):
             return
-        expected = predict_s(self._times, shape)
+        expected = self.predict_s(shape)
         self._note_error(shape, expected, duration_s)
         if self._samples >= _TRUST_AFTER:
             duration_s = min(duration_s, _OUTLIER * expected)

@@ -1,0 +1,84 @@
+"""How `tandem chat`, `status` and `stop` find the cluster that `tandem serve` left running.
+
+One small file for each user, readable by nobody else, because it says where the token of the cluster's Ray lies and
+which variable holds the API key. A process is recognised by its id together with its start time, so that a number
+which the system has given to somebody else is never signalled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.processes import Process
+from engine.errors import TandemError
+
+
+class NotRunning(TandemError):
+    """No cluster of ours is running here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A running cluster. `owner` is the process that ends it when told to; None: it runs in a Ray of somebody else."""
+
+    grpc: str
+    http: str
+    model: str
+    owner: Process | None = None
+    api_key_env: str | None = None
+    ray_address: str | None = None
+    namespace: str = "tandem"
+    log: str = ""
+    workers: tuple[str, ...] = ()
+
+    def alive(self) -> bool:
+        return self.owner is None or self.owner.alive()
+
+
+def run_folder() -> Path:
+    """`$TANDEM_RUN_DIR`, else a folder of the user's own for run-time files."""
+    if chosen := os.environ.get("TANDEM_RUN_DIR"):
+        return Path(chosen).expanduser()
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "tandem"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tandem" / "run"
+
+
+def state_file() -> Path:
+    return run_folder() / "cluster.json"
+
+
+def save(state: RunState) -> Path:
+    """Written whole or not at all, mode 0600."""
+    path = state_file()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(state), file, indent=1)
+    os.replace(part, path)
+    return path
+
+
+def load() -> RunState:
+    """The running cluster. NotRunning when there is none; a file left by a dead one is removed."""
+    path = state_file()
+    try:
+        read = json.loads(path.read_text())
+        owner = Process(**read.pop("owner")) if read["owner"] else None
+        state = RunState(**{**read, "workers": tuple(read["workers"])}, owner=owner)
+    except FileNotFoundError:
+        raise NotRunning("no cluster is running here; start one with `tandem serve` (or `make serve`)") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise NotRunning(f"{path} cannot be read ({error}); remove it and start the cluster again") from error
+    if not state.alive():
+        clear()
+        raise NotRunning(f"the cluster of {path} is gone: its process ended; start it again")
+    return state
+
+
+def clear() -> None:
+    state_file().unlink(missing_ok=True)

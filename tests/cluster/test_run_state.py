@@ -1,0 +1,65 @@
+"""The file by which the commands find a running cluster, and the processes it names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster import processes, run_state
+from cluster.run_state import NotRunning, RunState
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_RUN_DIR", str(tmp_path / "run"))
+
+
+STATE = RunState(grpc="127.0.0.1:1", http="127.0.0.1:2", model="m", workers=("prefill-0", "decode-0"))
+
+
+def test_what_is_saved_is_loaded_and_nobody_else_can_read_it() -> None:
+    state = replace(STATE, owner=processes.this_process())
+    path = run_state.save(state)
+    assert run_state.load() == state
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_cluster_the_remedy_is_named() -> None:
+    with pytest.raises(NotRunning, match="tandem serve"):
+        run_state.load()
+
+
+def test_the_file_of_a_dead_cluster_is_removed() -> None:
+    run_state.save(replace(STATE, owner=replace(processes.this_process(), started_ticks=1)))
+    with pytest.raises(NotRunning, match="is gone"):
+        run_state.load()
+    assert not run_state.state_file().exists()
+
+
+def test_a_damaged_file_is_named() -> None:
+    run_state.save(STATE)
+    run_state.state_file().write_text("{")
+    with pytest.raises(NotRunning, match="cannot be read"):
+        run_state.load()
+
+
+def test_a_whole_family_of_processes_is_found_and_ended() -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()']).wait()"
+    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as parent:
+        family = _family_of_two(parent.pid)
+        assert len(family) == 2
+        left = processes.end(family, grace_s=0.05)
+        assert left == family, "neither had been told to end"
+        assert not any(process.alive() for process in family)
+
+
+def _family_of_two(parent: int) -> tuple[processes.Process, ...]:
+    """The process and its child, as soon as the child is there."""
+    mine = next(one for one in processes.descendants(processes.this_process().pid) if one.pid == parent)
+    while not (born := processes.descendants(parent)):
+        assert mine.alive()
+    return (mine, *born)

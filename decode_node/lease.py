@@ -183,6 +183,8 @@ class Intake:
     committed: bool = False
     open_commits: tuple[int, ...] = ()
     awaits_quiet: bool = False
+    end: Declined | None = None
+    """Why it ended before it ran; whoever of the other side still asks is told the same."""
 
     @property
     def complete(self) -> bool:
@@ -275,7 +277,7 @@ def _run(intake: Intake) -> Step:
 def _commit_again(intake: Intake, event: CommitArrived, now: float) -> Step:
     refusal = refuse(intake, event.commit)
     if refusal is None and not intake.committed:
-        refusal = Declined(Code.STALE, f"the request has ended here while {intake.stage}", by=intake.me.ref.name)
+        refusal = intake.end
     return intake, (AnswerCommit(event.ask_id, refusal or Committed(intake.request_id)),)
 
 
@@ -360,7 +362,7 @@ def _end(intake: Intake, tell: Tell | None, to_commits: Declined, reason: Finish
     close = (CloseLease(),) if intake.lease is not None and not intake.committed else ()
     engine = (AbortEngine(reason),) if intake.stage is not Stage.EXPECTED else ()
     tells = (tell,) if tell is not None else ()
-    ended = replace(intake, stage=Stage.ENDING, open_commits=())
+    ended = replace(intake, stage=Stage.ENDING, open_commits=(), end=to_commits)
     return _done_when_quiet(ended), (*close, *engine, *tells, *_answers(intake, to_commits))
 
 

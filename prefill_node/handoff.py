@@ -381,12 +381,17 @@ def _commit_answered(handoff: Handoff, event: CommitAnswered, now: float) -> Ste
             settling = replace(answered, stage=Stage.SETTLING, committed_s=now)
             ended, effects = _end_when_settled(settling, now)
             return ended, (ReleaseSource(), *effects)
-        case Declined(code=Code.UNAVAILABLE):
+        case Declined() if _is_lost(handoff, event.answer):
             pause = min(1.0, COMMIT_RETRY_S * 2 ** (handoff.commit_tries - 1))
             return replace(answered, commit_again_s=now + pause), ()
-        case Declined(code=code, message=message):
-            return _fail(answered, code, f"commit was declined: {message}", now)
+        case Declined(code=code, message=message, by=by):
+            return _fail(answered, code, f"commit was declined: {message}", now, by=by)
     return _fail(answered, Code.INTERNAL, f"commit was answered with {type(event.answer).__name__}", now)
+
+
+def _is_lost(handoff: Handoff, answer: Answer) -> bool:
+    """Whether decode could not be asked (whoever carries questions says so in its name), rather than said no."""
+    return isinstance(answer, Declined) and answer.code is Code.UNAVAILABLE and answer.by == handoff.decode.name
 
 
 def _push_done(handoff: Handoff, event: PushDone, now: float) -> Step:
@@ -438,10 +443,10 @@ def _renewal_answered(handoff: Handoff, event: RenewalAnswered, now: float) -> S
     match event.answer:
         case LeaseRenewed(expires_in_s=expires_in_s):
             return replace(answered, lease_until_s=now + expires_in_s), ()
-        case Declined(code=Code.UNAVAILABLE):
+        case Declined() if _is_lost(handoff, event.answer):
             return answered, ()  # an answer may be lost; the lease's end decides, or the transport's word
-        case Declined(code=code, message=message):
-            return _fail(answered, code, f"the lease was not renewed: {message}", now)
+        case Declined(code=code, message=message, by=by):
+            return _fail(answered, code, f"the lease was not renewed: {message}", now, by=by)
     return _fail(answered, Code.INTERNAL, f"renewal was answered with {type(event.answer).__name__}", now)
 
 

@@ -189,7 +189,7 @@ def test_a_denied_lease_sends_the_request_back_and_holds_nothing() -> None:
 
 
 def test_a_lease_that_does_not_fit_the_prompt_is_refused() -> None:
-    handoff, effects = play(at(Stage.ASKING), h.Granted(replace(GRANT, num_spans=9)))
+    _, effects = play(at(Stage.ASKING), h.Granted(replace(GRANT, num_spans=9)))
     [answer] = replies(effects)
     assert isinstance(answer, Declined)
     assert answer.code is Code.MISMATCH
@@ -217,7 +217,7 @@ def test_a_lost_commit_answer_is_asked_for_again_under_the_same_lease() -> None:
 
 
 def test_commit_that_is_never_answered_ends_with_the_lease() -> None:
-    handoff, effects = play(at(Stage.COMMITTING), h.Tick(), now=7.0)
+    _, effects = play(at(Stage.COMMITTING), h.Tick(), now=7.0)
     assert [type(answer) for answer in replies(effects)] == [Declined]
 
 
@@ -226,6 +226,14 @@ def test_a_declined_commit_is_not_asked_again() -> None:
     [answer] = replies(effects)
     assert isinstance(answer, Declined)
     assert answer.code is Code.STALE
+
+
+def test_what_decode_says_itself_is_not_a_lost_answer() -> None:
+    checksum = Declined(Code.UNAVAILABLE, "checksum", by="p0")
+    for event in (h.CommitAnswered(checksum), h.RenewalAnswered(checksum)):
+        [answer] = replies(play(at(Stage.COMMITTING), event)[1])
+        assert isinstance(answer, Declined)
+        assert (answer.code, answer.by) == (Code.UNAVAILABLE, "p0")
 
 
 def test_leases_are_renewed_per_chunk_and_by_time() -> None:

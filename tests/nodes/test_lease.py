@@ -109,10 +109,13 @@ def test_a_commit_without_a_lease_is_stale() -> None:
     assert answer.code is Code.STALE
 
 
-def test_a_commit_after_the_lease_was_lost_is_stale() -> None:
+def test_a_commit_after_the_end_is_told_how_it_ended() -> None:
     [answer] = answers(play(at(Stage.ENDING), ARRIVED)[1])
     assert isinstance(answer, Declined)
-    assert answer.code is Code.STALE
+    assert answer.code is Code.ABORTED
+    [answer] = answers(play(FRESH, OPENED, d.ReceiveFailed("checksum"), ARRIVED)[1])
+    assert isinstance(answer, Declined)
+    assert "checksum" in answer.message
 
 
 @pytest.mark.parametrize("exit_", EXITS, ids=lambda event: type(event).__name__)

@@ -1,0 +1,273 @@
+"""A worker's core: one engine, one transfer engine and the two node services around them.
+
+It lives in the rank process (`cluster.rank`) or, in tests, in anybody's. It is single-threaded and does no I/O of its
+own: questions and answers are put in, and what has to go out lies in `outbox` as (ask_id, value) pairs, the arguments
+of `tandem.wire.encode_envelope`. The loop around it is: put in what came, `prepare`, send the outbox, `tick`, send the
+outbox; `prepare` comes first so that a lease is asked for while the first chunk is computed.
+
+A worker's role says which service accepts work; the rest is the same. Its heartbeat, the load report, is written here:
+a hung step loop has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from decode_node.service import DecodeLimits, DecodeNode
+from engine.engine import Engine
+from kvtransfer.engine import TransferEngine
+from kvtransfer.faults import Fault
+from prefill_node.service import PrefillLimits, PrefillNode
+from tandem.messages import (
+    Abort,
+    Aborted,
+    Answer,
+    AskLease,
+    Code,
+    Commit,
+    Declined,
+    DrainingSet,
+    DropLease,
+    Expect,
+    FaultInjected,
+    Forward,
+    FrameFor,
+    InjectFault,
+    KvEvents,
+    LoadReport,
+    PrefixCacheReset,
+    Question,
+    RenewLease,
+    ResetPrefixCache,
+    SetDraining,
+    Submit,
+    WorkerInfo,
+    WorkerRef,
+)
+
+Outgoing = Answer | Forward | FrameFor | LoadReport | KvEvents
+
+ROLES: dict[str, frozenset[type[Question]]] = {
+    "prefill": frozenset({Submit}),
+    "decode": frozenset({Expect, AskLease, RenewLease, Commit, DropLease}),
+}
+"""Work that a role accepts; Abort and the operator's questions are for everybody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Who this worker is. `address` is host:port of its Node service."""
+
+    name: str
+    incarnation: str
+    role: str
+    address: str
+    site: str = "local"
+    model: str = ""
+    """The name that clients use; empty: the engine's."""
+    max_num_seqs: int = 64
+    prefill: PrefillLimits = field(default_factory=PrefillLimits)
+    decode: DecodeLimits = field(default_factory=DecodeLimits)
+    allow_faults: bool = False
+    heartbeat_s: float = 0.5
+    report_gap_s: float = 0.02
+    """Load reports on change are at least this far apart."""
+
+
+class Worker:
+    """See the module's head. `now` is seconds on the clock that engine and requests use."""
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, transfers: TransferEngine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.transfers = transfers
+        self.info = describe(settings, engine, transfers)
+        self.outbox: list[tuple[int, Outgoing]] = []
+        self.draining = False
+        self._ask_ids = count(1)
+        self._reports = _Reports(self)
+        self._kv_numbers = count(1)
+        self.prefill = PrefillNode(
+            self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.prefill
+        )
+        self.decode = DecodeNode(self.info, engine, transfers, reply=self._reply, limits=settings.decode)
+        self._handlers: dict[type, Callable[[int, Any, float], None]] = {
+            Expect: self.decode.expect,
+            AskLease: self.decode.ask_lease,
+            RenewLease: self.decode.renew,
+            Commit: self.decode.commit,
+            DropLease: self.decode.drop,
+            Submit: self.prefill.submit,
+            Abort: self._abort,
+            SetDraining: self._set_draining,
+            ResetPrefixCache: self._reset_prefix_cache,
+            InjectFault: self._inject_fault,
+        }
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def receive(self, ask_id: int, question: Question, now: float) -> None:
+        """A question; its answer will lie in the outbox under the same number, now or later."""
+        if refusal := self._refuse(question):
+            self._reply(ask_id, refusal)
+        else:
+            self._handlers[type(question)](ask_id, question, now)
+
+    def answered(self, ask_id: int, answer: Answer, now: float) -> None:
+        """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
+        self.prefill.answered(ask_id, answer, now)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def prepare(self, now: float) -> None:
+        """Before a step: transfer events, time, and the leases of the prompts that come next."""
+        for event in self.transfers.poll():
+            if not self.prefill.transferred(event, now):
+                self.decode.transferred(event, now)
+        self.prefill.tick(now)
+        self.decode.tick(now)
+        self.prefill.prepare(now)
+
+    def tick(self, now: float) -> None:
+        """One step, if there is work, and the news of it."""
+        deadline = self.engine.next_deadline()
+        if self.engine.has_work() or (deadline is not None and deadline <= now):
+            result = self.engine.step(now)
+            if result is not None:
+                now += result.duration_s
+                self.prefill.stepped(result, now)
+                self.decode.stepped(result, now)
+        self.outbox += [(0, frame) for frame in self.decode.take_frames()]
+        self._publish_kv_events()
+        self._reports.publish_if_due(now)
+
+    def wait_s(self, now: float) -> float:
+        """How long the loop may sleep unless something comes in or a transfer wakes it."""
+        if self.engine.has_work():
+            return 0.0
+        timers = self._reports.due_in_s(now)
+        # Requests that wait have renewals, retries and deadlines, for which this is fine enough.
+        return timers if self.idle() else min(timers, 0.02)
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.prefill.request_ids(), *self.decode.request_ids())))
+
+    def idle(self) -> bool:
+        return self.prefill.idle() and self.decode.idle() and not self.transfers.in_flight()
+
+    def check(self) -> None:
+        """Every room's invariants, and that nothing is held when nothing runs. Raises AssertionError."""
+        self.engine.check()
+        self.transfers.check()
+        self.prefill.check()
+        self.decode.check()
+        if self.idle():
+            load = self.engine.load(0.0)
+            assert load.live_blocks == 0, f"{self.info.ref.name} is idle with {load.live_blocks} live blocks"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refuse(self, question: Question) -> Declined | None:
+        name, role = self.settings.name, self.settings.role
+        theirs = next((other for other, kinds in ROLES.items() if type(question) in kinds), role)
+        if theirs != role:
+            return Declined(Code.UNAVAILABLE, f"{name} is a {role} worker, not a {theirs} worker", by=name)
+        if self.draining and isinstance(question, Submit | Expect):
+            return Declined(Code.UNAVAILABLE, f"{name} is draining", by=name)
+        return None
+
+    def _ask(self, to: WorkerRef, question: Question) -> int:
+        ask_id = next(self._ask_ids)
+        self.outbox.append((ask_id, Forward(to, question)))
+        return ask_id
+
+    def _reply(self, ask_id: int, answer: Answer) -> None:
+        self.outbox.append((ask_id, answer))
+
+    def _abort(self, ask_id: int, abort: Abort, now: float) -> None:
+        known = [node.abort(abort.request_id, abort.reason, now) for node in (self.prefill, self.decode)]
+        self._reply(ask_id, Aborted(abort.request_id, any(known)))
+
+    def _set_draining(self, ask_id: int, question: SetDraining, now: float) -> None:
+        self.draining = question.draining
+        self._reply(ask_id, DrainingSet(self.draining))
+
+    def _reset_prefix_cache(self, ask_id: int, question: ResetPrefixCache, now: float) -> None:
+        self._reply(ask_id, PrefixCacheReset(self.engine.reset_prefix_cache()))
+
+    def _inject_fault(self, ask_id: int, question: InjectFault, now: float) -> None:
+        if not self.settings.allow_faults:
+            self._reply(ask_id, Declined(Code.INVALID, "start the worker with faults allowed", by=self.settings.name))
+            return
+        self.transfers.faults.add(Fault(question.kind.value), question.nth, delay_s=question.seconds)
+        self._reply(ask_id, FaultInjected())
+
+    def _publish_kv_events(self) -> None:
+        stored, removed, cleared = self.engine.drain_kv_events()
+        if stored or removed or cleared:
+            ref, number = self.info.ref, next(self._kv_numbers)
+            self.outbox.append((0, KvEvents(ref.name, ref.incarnation, number, stored, removed, cleared)))
+
+
+class _Reports:
+    """When a load report is due, and what it says."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._last: LoadReport | None = None
+        self._last_s = float("-inf")
+
+    def due_in_s(self, now: float) -> float:
+        settings = self._worker.settings
+        wait_s = settings.report_gap_s if self._changed() else settings.heartbeat_s
+        return max(0.0, self._last_s + wait_s - now)
+
+    def publish_if_due(self, now: float) -> None:
+        if now < self._last_s + self._worker.settings.report_gap_s or self.due_in_s(now) > 0:
+            return
+        report = self._report()
+        self._last, self._last_s = report, now
+        self._worker.outbox.append((0, report))
+
+    def _changed(self) -> bool:
+        return self._last is None or replace(self._report(), number=self._last.number) != self._last
+
+    def _report(self) -> LoadReport:
+        worker = self._worker
+        ref = worker.info.ref
+        number = self._last.number + 1 if self._last else 1
+        load = worker.engine.load(0.0)
+        return LoadReport(
+            ref.name,
+            ref.incarnation,
+            number,
+            load,
+            worker.request_ids(),
+            worker.transfers.in_flight(),
+            worker.draining,
+        )
+
+
+def describe(settings: WorkerSettings, engine: Engine, transfers: TransferEngine) -> WorkerInfo:
+    """What the worker says of itself when it registers."""
+    info = engine.info
+    return WorkerInfo(
+        ref=WorkerRef(settings.name, settings.incarnation, settings.address),
+        role=settings.role,
+        model=settings.model or info.model,
+        model_digest=info.model_digest,
+        layout=info.layout,
+        numerics=info.numerics,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        block_bytes=info.block_bytes,
+        total_blocks=info.total_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        site=settings.site,
+        transports=transfers.addresses(),
+    )

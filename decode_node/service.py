@@ -1,0 +1,427 @@
+"""The decode service of a worker: expected requests, leases on blocks, token streams.
+
+`Expect` registers a request: a reservation, which is a number. `AskLease` turns it into real blocks if admission says
+yes; the prefill worker's bytes and its Commit then start the decoding. Every decision is `lease.advance` or
+`admission.decide`; here their effects are carried out. Blocks of a lease have two owners, the sequence and the
+transfer; the second is let go only by the transfer's `Quiet`, and a peer that leaves us waiting for it is fenced. With
+`prefill=None` the engine computes the prompt itself and the rest is the same.
+
+New tokens leave as one frame per gateway and step, numbered without holes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from decode_node import admission
+from decode_node import lease as d
+from decode_node.admission import Claim, Room, Wish
+from decode_node.lease import Intake, Stage
+from engine.engine import Engine
+from engine.errors import InvalidRequest
+from engine.types import BlockLease, FinishReason, Progress, Request, StepResult, Token
+from engine.validate import check_fits, validate
+from kvtransfer import types as kv
+from kvtransfer.engine import TransferEngine
+from kvtransfer.errors import TransferError
+from kvtransfer.select import choose
+from tandem.messages import (
+    Answer,
+    AskLease,
+    Code,
+    Commit,
+    Declined,
+    Delta,
+    DropLease,
+    Dropped,
+    Expect,
+    Expected,
+    Frame,
+    FrameFor,
+    LeaseGranted,
+    LeaseRenewed,
+    RenewLease,
+    WorkerInfo,
+)
+
+Reply = Callable[[int, Answer], None]
+REMEMBERED_LEASES = 1024
+"""Ended leases whose Commit is still answered as before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    max_expected: int = 1024
+    reservation_s: float = 120.0
+    """An expected request that nobody brings ends after this, if it has no earlier deadline."""
+    lease_s: float = 6.0
+    watermark: float = 0.95
+    """Share of the pool that leases may fill, forecast growth included."""
+    growth_horizon_tokens: int = 64
+    claim_s: float = 3.0
+    """How long a denied request keeps its place; dispatch asks again within half of it."""
+    quiet_patience_s: float = 5.0
+
+
+@dataclass(slots=True)
+class Guest:
+    """One expected request: its state machine, and what it holds here."""
+
+    request: Request
+    gateway_id: str
+    intake: Intake
+    generated: int = 0
+    grant: LeaseGranted | None = None
+    key: kv.LeaseKey | None = None
+    pinned: tuple[int, ...] = ()
+    closed_s: float | None = None
+    fenced: bool = False
+
+
+class DecodeNode:
+    """One thread, the step loop's; no I/O of its own."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        transfers: TransferEngine,
+        *,
+        reply: Reply,
+        limits: DecodeLimits = DecodeLimits(),
+    ) -> None:
+        self._info = info
+        self._engine = engine
+        self._transfers = transfers
+        self._reply = reply
+        self._limits = limits
+        self._guests: dict[str, Guest] = {}
+        self._by_lease: dict[str, Guest] = {}
+        self._ended: OrderedDict[str, Intake] = OrderedDict()
+        self._claims: tuple[Claim, ...] = ()
+        self._generations = count(1)
+        self._news: dict[str, list[Delta]] = {}
+        self._frame_numbers: dict[str, int] = {}
+
+    # -- from the gateway ----------------------------------------------------------------------------------------
+
+    def expect(self, ask_id: int, expect: Expect, now: float) -> None:
+        """Register the request, or say at once why not."""
+        request = expect.request
+        if refusal := self._refuse(expect):
+            self._reply(ask_id, refusal)
+            return
+        intake = d.expected(
+            request.request_id,
+            me=self._info,
+            prefill=expect.prefill,
+            prompt_tokens=len(request.token_ids),
+            deadline_s=request.deadline_s,
+            now=now,
+            reservation_s=self._limits.reservation_s,
+        )
+        self._guests[request.request_id] = Guest(request, expect.gateway_id, intake)
+        self._reply(ask_id, Expected(request.request_id))
+
+    def abort(self, request_id: str, reason: FinishReason, now: float) -> bool:
+        guest = self._guests.get(request_id)
+        live = guest is not None and guest.intake.stage is not Stage.ENDING
+        if guest is not None:
+            self._advance(guest, d.AbortAsked(reason), now)
+        return live
+
+    # -- from prefill --------------------------------------------------------------------------------------------
+
+    def ask_lease(self, ask_id: int, ask: AskLease, now: float) -> None:
+        """Real blocks for an expected request. Asked again by the same source, the same lease is the answer."""
+        guest = self._guests.get(ask.request_id)
+        if refusal := self._refuse_lease(guest, ask):
+            self._reply(ask_id, refusal)
+            return
+        assert guest is not None
+        self._reply(ask_id, guest.grant or self._grant(guest, ask, now))
+
+    def renew(self, ask_id: int, renew: RenewLease, now: float) -> None:
+        guest = self._by_lease.get(renew.lease_id)
+        intake = guest.intake if guest is not None else self._ended.get(renew.lease_id)
+        if guest is None or guest.key is None or guest.intake.stage is Stage.ENDING:
+            end = intake.end if intake is not None else None
+            self._reply(ask_id, end or self._stale(f"lease {renew.lease_id} has ended here"))
+        elif guest.key.generation != renew.generation:
+            both = f"generation is {renew.generation} at prefill but {guest.key.generation} at decode"
+            self._reply(ask_id, self._stale(both))
+        else:
+            self._advance(guest, d.Renewed(now + self._limits.lease_s), now)
+            self._reply(ask_id, LeaseRenewed(self._limits.lease_s))
+
+    def commit(self, ask_id: int, commit: Commit, now: float) -> None:
+        """The answer comes when every receive is complete, or never will be."""
+        guest = self._by_lease.get(commit.lease_id)
+        if guest is not None:
+            self._advance(guest, d.CommitArrived(commit, ask_id), now)
+        elif (intake := self._ended.get(commit.lease_id)) is not None:
+            for effect in d.advance(intake, d.CommitArrived(commit, ask_id), now)[1]:
+                assert isinstance(effect, d.AnswerCommit)
+                self._reply(effect.ask_id, effect.answer)
+        else:
+            self._reply(ask_id, self._stale(f"lease {commit.lease_id} is unknown here"))
+
+    def drop(self, ask_id: int, drop: DropLease, now: float) -> None:
+        guest = self._by_lease.get(drop.lease_id)
+        if guest is not None and guest.key is not None and guest.key.generation == drop.generation:
+            self._advance(guest, d.DropAsked(drop.reason), now)
+        self._reply(ask_id, Dropped(drop.lease_id))
+
+    # -- the step loop's calls -----------------------------------------------------------------------------------
+
+    def stepped(self, result: StepResult, now: float) -> None:
+        """After a step: news for the gateways."""
+        for progress in result.progress:
+            guest = self._guests.get(progress.request_id)
+            if guest is not None and guest.intake.stage is Stage.RUNNING:
+                self._progressed(guest, progress, now)
+
+    def transferred(self, event: kv.TransferEvent, now: float) -> bool:
+        """An event of the transfer engine; False: not about a lease of ours."""
+        if isinstance(event, kv.PeerLost):
+            for waiting in tuple(self._guests.values()):
+                if waiting.intake.prefill is not None and waiting.intake.prefill.peer == event.peer:
+                    self._advance(waiting, d.PeerLost(event.reason), now)
+            return False
+        guest = self._by_lease.get(event.key.lease_id)
+        if guest is None or guest.key != event.key:
+            return False
+        match event:
+            case kv.Received(count=spans):
+                self._advance(guest, d.Received(spans), now)
+            case kv.ReceiveFailed(reason=reason):
+                self._advance(guest, d.ReceiveFailed(reason), now)
+            case kv.Quiet():
+                self._engine.unretain(guest.pinned)
+                guest.pinned, guest.closed_s = (), None
+                self._advance(guest, d.Quiet(), now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """What time alone brings: deadlines, ends of leases, peers that never fall silent."""
+        self._claims = admission.still_claimed(self._claims, now)
+        for guest in tuple(self._guests.values()):
+            self._advance(guest, d.Tick(), now)
+            self._fence_if_overdue(guest, now)
+
+    def take_frames(self) -> list[FrameFor]:
+        """The news since the last call, one frame per gateway."""
+        news, self._news = self._news, {}
+        return [FrameFor(gateway_id, self._frame(gateway_id, deltas)) for gateway_id, deltas in news.items()]
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._guests)
+
+    def idle(self) -> bool:
+        return not self._guests
+
+    def check(self) -> None:
+        """Raises AssertionError when books and machines disagree."""
+        for request_id, guest in self._guests.items():
+            assert guest.intake.stage is not Stage.DONE, f"{request_id} is done but kept"
+        for lease_id, guest in self._by_lease.items():
+            assert guest.request.request_id in self._guests, f"lease {lease_id} has no request"
+
+    # -- inside: admission -----------------------------------------------------------------------------------------
+
+    def _refuse(self, expect: Expect) -> Declined | None:
+        name, request = self._info.ref.name, expect.request
+        if request.request_id in self._guests:
+            return Declined(Code.INVALID, f"request {request.request_id} is already here", by=name)
+        if len(self._guests) >= self._limits.max_expected:
+            return Declined(Code.NO_ROOM, f"{self._limits.max_expected} requests are expected already", by=name)
+        try:
+            if expect.prefill is None:
+                self._engine.submit(request)
+            else:
+                self._validate(request)
+        except InvalidRequest as error:
+            return Declined(Code.INVALID, str(error), by=name)
+        return None
+
+    def _validate(self, request: Request) -> None:
+        info = self._engine.info
+        validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        check_fits(request, info.total_blocks * info.block_size, "the decode worker's KV pool")
+
+    def _refuse_lease(self, guest: Guest | None, ask: AskLease) -> Declined | None:
+        me = self._info
+        if guest is None:
+            return self._stale(f"request {ask.request_id} is not expected here (any more)")
+        for what, theirs, ours in (
+            ("model digest", ask.model_digest, me.model_digest),
+            ("layout", ask.layout, me.layout),
+        ):
+            if theirs != ours:
+                message = f"{what} is {theirs} at prefill but {ours} at decode"
+                return Declined(Code.MISMATCH, message, by=me.ref.name)
+        lease = guest.intake.lease
+        if guest.intake.stage is Stage.EXPECTED or (guest.grant and lease and lease.source == ask.source):
+            return None
+        return self._stale(f"request {ask.request_id} is already {guest.intake.stage} here")
+
+    def _grant(self, guest: Guest, ask: AskLease, now: float) -> Answer:
+        scheme = choose(self._transfers.addresses(), ask.transports)
+        theirs = dict(ask.transports)
+        if scheme is None:
+            ours = [name for name, _ in self._transfers.addresses()]
+            message = f"no common transport: prefill has {sorted(theirs)}, decode has {sorted(ours)}"
+            return Declined(Code.MISMATCH, message, by=self._info.ref.name)
+        try:
+            self._transfers.connect(ask.source.peer, scheme, theirs[scheme])
+        except TransferError as error:
+            return Declined(Code.UNAVAILABLE, f"cannot reach prefill back: {error}", by=ask.source.name)
+        blocks = self._room_for(guest, now)
+        return blocks if isinstance(blocks, Declined) else self._open(guest, ask, blocks, scheme, now)
+
+    def _room_for(self, guest: Guest, now: float) -> BlockLease | Declined:
+        """Blocks if admission and pool agree; else the request keeps a claim, so that younger ones wait for it."""
+        wish = self._wish(guest)
+        claims = tuple(claim for claim in admission.still_claimed(self._claims, now) if claim.wish.key != wish.key)
+        verdict = admission.decide(wish, self._room(now), claims, watermark=self._limits.watermark)
+        leased = self._engine.lease(guest.request) if verdict.granted else None
+        if leased is not None:
+            self._claims = claims
+            return leased
+        self._claims = (*claims, Claim(wish, now + self._limits.claim_s))
+        why = "no free blocks" if verdict.granted else verdict.reason
+        return Declined(Code.NO_ROOM, f"the decode pool is full: {why}", by=self._info.ref.name)
+
+    def _wish(self, guest: Guest) -> Wish:
+        size, prompt = self._engine.info.block_size, len(guest.request.token_ids)
+        key = admission.claim_key(guest.request.request_id)
+        return Wish(key, guest.request.arrival_s, -(-prompt // size), self._growth(guest))
+
+    def _room(self, now: float) -> Room:
+        load = self._engine.load(now)
+        growth = sum(self._growth(guest) for guest in self._guests.values() if guest.intake.stage in _HOLDING)
+        return Room(load.total_blocks, load.live_blocks, growth)
+
+    def _growth(self, guest: Guest) -> int:
+        return admission.growth_blocks(
+            len(guest.request.token_ids) + guest.generated,
+            guest.request.sampling.max_tokens - guest.generated,
+            horizon_tokens=self._limits.growth_horizon_tokens,
+            block_size=self._engine.info.block_size,
+        )
+
+    def _open(self, guest: Guest, ask: AskLease, leased: BlockLease, scheme: str, now: float) -> LeaseGranted:
+        """Open the lease for this source, and give the transfer its own reference on the blocks to be filled."""
+        size, me = self._engine.info.block_bytes, self._info.ref
+        blocks = leased.block_ids[leased.held_tokens // self._engine.info.block_size :]
+        key = kv.LeaseKey(f"{ask.request_id}@{me.peer}", next(self._generations))
+        self._engine.retain(blocks)
+        self._transfers.open(key, ask.source.peer, [kv.Span(block * size, size) for block in blocks])
+        guest.key, guest.pinned = key, blocks
+        guest.grant = LeaseGranted(
+            ask.request_id,
+            key.lease_id,
+            key.generation,
+            leased.held_tokens,
+            len(blocks),
+            self._limits.lease_s,
+            me,
+            scheme,
+            dict(self._transfers.addresses())[scheme],
+        )
+        self._by_lease[key.lease_id] = guest
+        opened = d.LeaseOpened(key.lease_id, key.generation, ask.source, len(blocks), now + self._limits.lease_s)
+        self._advance(guest, opened, now)
+        return guest.grant
+
+    def _stale(self, message: str) -> Declined:
+        return Declined(Code.STALE, message, by=self._info.ref.name)
+
+    # -- inside: the machine's effects -----------------------------------------------------------------------------
+
+    def _advance(self, guest: Guest, event: d.Event, now: float) -> None:
+        guest.intake, effects = d.advance(guest.intake, event, now)
+        request_id = guest.request.request_id
+        for effect in effects:
+            match effect:
+                case d.AnswerCommit(ask_id=ask_id, answer=answer):
+                    self._reply(ask_id, answer)
+                case d.Adopt(first=first, cached_tokens=cached_tokens):
+                    self._adopt(guest, first, cached_tokens, now)
+                case d.CloseLease():
+                    assert guest.key is not None
+                    self._transfers.close(guest.key)
+                    guest.closed_s = now
+                case d.AbortEngine(reason=reason):
+                    self._engine.abort(request_id, reason)
+                case d.Tell(finish=finish, error=error):
+                    self._emit(guest, finish=finish, error=error)
+        if guest.intake.stage is Stage.DONE:
+            self._forget(guest)
+
+    def _adopt(self, guest: Guest, first: tuple[Token, ...], cached_tokens: int, now: float) -> None:
+        try:
+            self._engine.adopt(guest.request, first)
+        except ValueError as error:  # the two ends disagree on whether the first token ends the request
+            self._engine.abort(guest.request.request_id, FinishReason.ERROR)
+            self._emit(guest, error=Declined(Code.MISMATCH, str(error), by=self._info.ref.name))
+            self._advance(guest, d.EngineEnded(), now)
+        else:
+            self._emit(guest, tokens=first, cached_tokens=cached_tokens)
+
+    def _forget(self, guest: Guest) -> None:
+        self._guests.pop(guest.request.request_id, None)
+        if guest.key is None:
+            return
+        self._by_lease.pop(guest.key.lease_id, None)
+        self._ended[guest.key.lease_id] = guest.intake
+        while len(self._ended) > REMEMBERED_LEASES:
+            self._ended.popitem(last=False)
+
+    def _progressed(self, guest: Guest, progress: Progress, now: float) -> None:
+        failed = progress.finish is FinishReason.ERROR
+        error = Declined(Code.INTERNAL, progress.error or "the engine failed", by=self._info.ref.name)
+        if progress.tokens or progress.finish is not None or progress.prompt_logprobs:
+            self._emit(
+                guest,
+                tokens=progress.tokens,
+                finish=None if failed else progress.finish,
+                error=error if failed else None,
+                cached_tokens=progress.cached_tokens,
+                prompt_logprobs=progress.prompt_logprobs,
+            )
+        if progress.finish is not None:
+            self._advance(guest, d.EngineEnded(), now)
+
+    def _emit(
+        self,
+        guest: Guest,
+        *,
+        tokens: tuple[Token, ...] = (),
+        finish: FinishReason | None = None,
+        error: Declined | None = None,
+        cached_tokens: int = 0,
+        prompt_logprobs: tuple[Token, ...] = (),
+    ) -> None:
+        delta = Delta(guest.request.request_id, guest.generated, tokens, finish, error, cached_tokens, prompt_logprobs)
+        guest.generated += len(tokens)
+        self._news.setdefault(guest.gateway_id, []).append(delta)
+
+    def _frame(self, gateway_id: str, deltas: list[Delta]) -> Frame:
+        number = self._frame_numbers[gateway_id] = self._frame_numbers.get(gateway_id, 0) + 1
+        return Frame(self._info.ref.name, self._info.ref.incarnation, number, tuple(deltas))
+
+    def _fence_if_overdue(self, guest: Guest, now: float) -> None:
+        overdue = guest.closed_s is not None and now >= guest.closed_s + self._limits.quiet_patience_s
+        if not overdue or guest.fenced or guest.intake.lease is None:
+            return
+        guest.fenced = True
+        self._transfers.forget(guest.intake.lease.source.peer)
+
+
+_HOLDING = (Stage.LEASED, Stage.RECEIVED, Stage.COMMITTED, Stage.RUNNING)

@@ -271,12 +271,11 @@ class DecodeNode:
         return self._stale(f"request {ask.request_id} is already {guest.intake.stage} here")
 
     def _grant(self, guest: Guest, ask: AskLease, now: float) -> Answer:
-        scheme = choose(self._transfers.addresses(), ask.transports)
-        theirs = dict(ask.transports)
-        if scheme is None:
-            ours = [name for name, _ in self._transfers.addresses()]
-            message = f"no common transport: prefill has {sorted(theirs)}, decode has {sorted(ours)}"
-            return Declined(Code.MISMATCH, message, by=self._info.ref.name)
+        ours, theirs = dict(self._transfers.addresses()), dict(ask.transports)
+        try:
+            scheme = choose(ours, theirs)
+        except TransferError as error:
+            return Declined(Code.MISMATCH, str(error), by=self._info.ref.name)
         try:
             self._transfers.connect(ask.source.peer, scheme, theirs[scheme])
         except TransferError as error:

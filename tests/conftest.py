@@ -18,7 +18,7 @@ os.environ.update(
 )
 
 
-_GUARDED = ("TANDEM_", "UCX_", "HF_", "XDG_", "CUDA_", "OMP_")
+_GUARDED = ("TANDEM_", "HF_", "XDG_", "CUDA_", "OMP_")
 """Ours, and the ones that change what other tests measure; libraries may set their own."""
 
 

@@ -1,0 +1,41 @@
+"""The doctor changes nothing, names a remedy for whatever is not well, and its exit code follows the failures."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster import doctor
+from cluster.doctor import FAIL, OK, WARN, Asked, Finding
+
+
+def _findings(tmp_path: Path, ports: tuple[int, ...] = ()) -> list[Finding]:
+    return list(doctor.examine(Asked(ports=ports, model_folder=tmp_path)))
+
+
+def test_this_machine_can_serve(tmp_path: Path) -> None:
+    findings = _findings(tmp_path)
+    assert doctor.exit_code(findings) == 0, findings
+    assert {"python", "torch", "ucx", "packages", "cores", "model", "compiler"} <= {one.what for one in findings}
+
+
+def test_whatever_is_not_well_has_a_remedy(tmp_path: Path) -> None:
+    assert all(finding.remedy for finding in _findings(tmp_path) if finding.level != OK)
+
+
+def test_a_taken_port_is_a_warning_with_a_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = next(one for one in _findings(tmp_path, (port,)) if one.what == f"port {port}")
+    assert found.level == WARN
+    assert "tandem stop" in found.remedy
+
+
+def test_an_absent_ucx_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None if "ucxx" in package else "1")
+    found = next(one for one in _findings(tmp_path) if one.what == "ucx")
+    assert found.level == FAIL
+    assert "tandem-serve[cu12]" in found.remedy
+    assert doctor.exit_code([found]) == 1

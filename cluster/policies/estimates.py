@@ -1,0 +1,107 @@
+"""What a placement would cost, in seconds, from step times that the workers measured themselves.
+
+    prefill on p    queue(p) + T(prompt - overlap(p)) + exposed transfer + hand-over
+    local on d      the same work in the time that the promises of d's running sequences leave in each step
+    tokens on d     a + b * (batch + 1) + c * (context + prompt)
+
+T adds the cost of a step for every chunk. A transfer runs while later chunks compute, so only what sticks out behind
+the last chunk counts. Tokens of KV that decode holds already are not sent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.snapshot import RequestView, Snapshot, WorkerView
+
+GRANULE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompt work on one worker. `waiting_s` before its turn, `own_s` for itself (its overlap left out)."""
+
+    waiting_s: float
+    own_s: float
+    tokens: int
+
+    @property
+    def total_s(self) -> float:
+        return self.waiting_s + self.own_s
+
+
+def uncached(request: RequestView, overlap: int) -> int:
+    """Prompt tokens to compute: always at least one, also when everything is cached."""
+    return max(1, request.prompt_tokens - overlap)
+
+
+def prompt_s(view: WorkerView, tokens: int, context: float, step_tokens: int) -> float:
+    """Time for `tokens` that look back at `context` positions in the mean, in steps of at most `step_tokens`."""
+    per_step, per_token, per_pair = view.load.step_times.prefill
+    return per_step * math.ceil(tokens / step_tokens) + per_token * tokens + per_pair * tokens * context
+
+
+def on_prefill(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Work:
+    """The prompt on a worker that does nothing else, behind what is queued there."""
+    overlap, step = snapshot.overlap(view), snapshot.knobs.prefill_step_tokens
+    tokens, queued = uncached(request, overlap), view.queued_prefill_tokens
+    return Work(
+        waiting_s=prompt_s(view, queued, queued / 2, step) if queued else 0.0,
+        own_s=prompt_s(view, tokens, overlap + tokens / 2, step),
+        tokens=tokens,
+    )
+
+
+def on_decode(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Work | None:
+    """The prompt beside running sequences, as slowly as their promises ask. None: a promise would be broken."""
+    overlap, step = snapshot.overlap(view), snapshot.knobs.decode_step_tokens
+    tokens, queued = uncached(request, overlap), view.queued_prefill_tokens
+    base_s = view.load.step_times.decode_s(view.batch, view.context_tokens) if view.batch else 0.0
+    promise_s = view.promised.itl_s
+    if view.batch and promise_s is not None:
+        step = min(step, _tokens_within(promise_s - base_s, view, overlap + tokens / 2))
+        if step < GRANULE_TOKENS:
+            return None
+    return Work(
+        waiting_s=prompt_s(view, queued, queued / 2, step) + base_s * (queued / step) if queued else 0.0,
+        own_s=prompt_s(view, tokens, overlap + tokens / 2, step) + base_s * math.ceil(tokens / step),
+        tokens=tokens,
+    )
+
+
+def _tokens_within(left_s: float, view: WorkerView, context: float) -> int:
+    """The prompt tokens whose step takes no longer than `left_s`."""
+    per_step, per_token, per_pair = view.load.step_times.prefill
+    return int(max(0.0, left_s - per_step) / max(per_token + per_pair * context, 1e-9))
+
+
+def transfer_s(request: RequestView, prefill: WorkerView, decode: WorkerView, snapshot: Snapshot) -> float:
+    """Time on the wire for the KV that decode does not hold."""
+    missing = max(0, request.prompt_tokens - snapshot.overlap(decode))
+    num_bytes = decode.blocks_for(missing) * decode.info.block_bytes
+    rate = snapshot.links.get((prefill.name, decode.name), snapshot.knobs.assumed_bytes_per_s)
+    return num_bytes / rate
+
+
+def exposed_s(work: Work, wire_s: float, snapshot: Snapshot) -> float:
+    """The part of a transfer that prefill's compute cannot hide: at least the last chunk's."""
+    chunks = max(1, math.ceil(work.tokens / snapshot.knobs.prefill_step_tokens))
+    return max(wire_s / chunks, wire_s - work.own_s)
+
+
+def joined_itl_s(request: RequestView, view: WorkerView) -> float:
+    """Time between tokens on this worker once the request has joined."""
+    return view.load.step_times.decode_s(view.batch + 1, view.context_tokens + request.prompt_tokens)
+
+
+def breaks_itl(request: RequestView, view: WorkerView, itl_s: float) -> bool:
+    """The joined batch would be too slow for the request, or for somebody who is promised more."""
+    promises = [promise for promise in (request.itl_s, view.promised.itl_s) if promise is not None]
+    return bool(promises) and itl_s > min(promises)
+
+
+def lacks_room(request: RequestView, view: WorkerView, snapshot: Snapshot) -> bool:
+    """Prompt and expected answer exceed what nobody else was promised."""
+    tokens = request.prompt_tokens - snapshot.overlap(view) + request.expected_output_tokens
+    return view.blocks_for(tokens) > view.room_blocks

@@ -1,0 +1,342 @@
+"""The router: where every request goes, and what is known to decide that.
+
+It holds four things and one rule book: who is alive (`Membership`), each worker's last report, which prefixes it holds
+(`PrefixIndex`), what was promised since (`Ledger`), and a policy. `place` freezes them into a `Snapshot`, asks the
+policy (pure) and writes the answer down before it leaves, so that the next request of a burst sees it.
+
+All state can be lost: workers register again, reports carry the live request ids, and an index without a past matches
+nothing until it is told. No I/O, no clock, one thread; whoever hosts it (an actor, a test) passes messages and time in.
+What a host must do with the decisions of `tick` is said in `cluster.membership`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from cluster.config import TandemConfig
+from cluster.index import PrefixIndex, Slots, tokens_of
+from cluster.ledger import Claim, Ledger
+from cluster.membership import Decision, Fence, Health, HealthBounds, Membership
+from cluster.policies import POLICIES, Policy
+from cluster.policies.estimates import uncached
+from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
+from engine.types import EngineLoad
+from tandem.messages import Code, Declined, HandoffReport, KvEvents, LoadReport, WorkerInfo, WorkerRef
+
+log = logging.getLogger(__name__)
+
+MUST_MATCH = ("model", "model_digest", "layout", "numerics", "max_model_len")
+"""Fields of `WorkerInfo` that are equal on all workers, or KV cannot be exchanged."""
+LINK_STEP = 0.2
+"""Weight of a new measurement of a pair's bandwidth."""
+LINK_MIN_BYTES = 1 << 20
+"""Smaller transfers measure the latency of messages."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A registered worker, its newest report, and its place in the turn."""
+
+    info: WorkerInfo
+    load: EngineLoad
+    number: int = -1
+    reported_s: float = 0.0
+    transfers_in_flight: int = 0
+    draining: bool = False
+    last_placed: int = 0
+
+
+def place(request: RequestView, snapshot: Snapshot, now: float, policy: Policy) -> Placement | Refusal:
+    """The decision itself, pure: the same arguments give the same answer."""
+    return policy(request, snapshot, now)
+
+
+class RouterState:
+    """Everything the router knows. `now` is the host's monotonic clock in every call."""
+
+    def __init__(self, config: TandemConfig) -> None:
+        self._config = config
+        self._policy = POLICIES[config.routing.policy]
+        self._knobs = knobs_of(config)
+        slots = Slots()
+        self.index = PrefixIndex(slots)
+        self.ledger = Ledger(slots, adopted_itl_s=_tightest_itl_s(config))
+        self.membership = Membership(bounds_of(config))
+        self._known: dict[str, _Known] = {}
+        self._links: dict[tuple[str, str], float] = {}
+        self._placed: dict[str, tuple[str, str]] = {}
+        self._turn = 0
+        self.placements: Counter[str] = Counter()
+        """By reason; refusals by their code."""
+        self.recent: deque[str] = deque(maxlen=256)
+        """The last decisions, explained."""
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def register(self, info: WorkerInfo, now: float) -> Declined | None:
+        """A worker says that it is here. Declined: another model, layout or context than the others', or fenced."""
+        name = info.ref.name
+        refusal = self._mismatch(info)
+        if refusal is not None:
+            log.error("%s: %s", name, refusal.message)
+            return refusal
+        if not self.membership.joined(info.ref, now):
+            return Declined(Code.STALE, f"incarnation {info.ref.incarnation} of {name} was fenced; start anew", name)
+        known = self._known.get(name)
+        if known is not None and known.info.ref.incarnation == info.ref.incarnation:
+            known.info = info
+            return None
+        self._forget(name)
+        self._known[name] = _Known(info, _empty_load(info, self._config.model.block_size), reported_s=now)
+        self.index.add(name, info.ref.incarnation)
+        return None
+
+    def report(self, report: LoadReport, now: float) -> bool:
+        """A worker's state and heartbeat. False: refused (unknown, old incarnation, or older than the last)."""
+        known = self._known.get(report.worker)
+        if known is None or not self.membership.heard(report.worker, report.incarnation, now):
+            return False
+        if report.number <= known.number:
+            return False
+        known.number, known.load, known.reported_s = report.number, report.load, now
+        known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
+        decode = known.info.role == "decode"
+        self.ledger.reported(report.worker, report.request_ids, decode=decode, now=now)
+        return True
+
+    def kv_events(self, events: KvEvents) -> bool:
+        """News of a prefix cache. False: refused. See `stale_indexes` for what to do after a gap."""
+        return self.index.apply(events)
+
+    def stale_indexes(self) -> tuple[WorkerRef, ...]:
+        """Workers of whose cache a part is unknown; their retelling (an event with `cleared`) mends it."""
+        return tuple(self._known[name].info.ref for name in self.index.incomplete())
+
+    def suspect(self, ref: WorkerRef, why: str, now: float) -> None:
+        """Somebody got no answer from this worker: it gets no request until it is heard again."""
+        self.membership.accused(ref.name, ref.incarnation, why, now)
+
+    def lost(self, ref: WorkerRef, why: str, now: float) -> None:
+        """Its process is gone. Nothing it held counts any more."""
+        self.membership.exited(ref.name, ref.incarnation, why, now)
+        self._forget_incarnation(ref.name, ref.incarnation)
+
+    def expect(self, name: str, now: float) -> None:
+        """This worker is being started: if it does not join in time, `tick` says what to do."""
+        self.membership.expect(name, now)
+
+    def start_failed(self, name: str, why: str, now: float) -> None:
+        """Its process ended before it registered."""
+        self.membership.exited(name, "", why, now)
+
+    def remove(self, name: str) -> None:
+        """Taken out of the cluster on purpose."""
+        self.membership.forget(name)
+        self._forget(name)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Everybody registered and not fenced."""
+        return tuple(known.info for known in self._known.values())
+
+    def tick(self, now: float) -> tuple[Decision, ...]:
+        """Time passes: what is to be done about workers. What a fence implies for routing is done already."""
+        decisions = self.membership.tick(now)
+        for decision in decisions:
+            if isinstance(decision, Fence):
+                log.warning("%s#%s is fenced: %s", decision.worker, decision.incarnation, decision.why)
+                self._forget_incarnation(decision.worker, decision.incarnation)
+        for request_id in self.ledger.sweep(now):
+            self._placed.pop(request_id, None)
+            log.warning("%s was placed and no worker has ever shown it; its reservation is dropped", request_id)
+        return decisions
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether a request can be served now, and if not, why."""
+        for role in ("decode", "prefill"):
+            if not any(self._routable(known) and known.info.role == role for known in self._known.values()):
+                if role == "prefill" and self._knobs.local_prefill != "never":
+                    continue
+                return False, f"no {role} worker is ready ({self._why_not(role)})"
+        return True, "ready"
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def place(self, request: RequestView, exclude: frozenset[str], now: float) -> Placement | Refusal:
+        """Decide, and write the promise down."""
+        decision = place(request, self.snapshot(request, exclude, now), now, self._policy)
+        self.recent.append(decision.explain())
+        log.debug("%s", self.recent[-1])
+        if isinstance(decision, Refusal):
+            self.placements[str(decision.code)] += 1
+            return decision
+        self.placements[decision.reason] += 1
+        self._write_down(request, decision, now)
+        return decision
+
+    def finished(self, request_id: str, report: HandoffReport | None = None) -> None:
+        """The request is over, however it went. Its transfer, if one was measured, teaches the pair's bandwidth."""
+        self.ledger.finished(request_id)
+        pair = self._placed.pop(request_id, None)
+        if pair is None or report is None or report.kv_bytes < LINK_MIN_BYTES or report.transfer_s <= 0:
+            return
+        rate = report.kv_bytes / report.transfer_s
+        self._links[pair] = self._links.get(pair, rate) * (1 - LINK_STEP) + rate * LINK_STEP
+
+    def snapshot(self, request: RequestView, exclude: frozenset[str], now: float) -> Snapshot:
+        """What is known at this moment, for this request."""
+        views = [self._view(known, now) for known in self._known.values() if self._routable(known)]
+        overlaps = {}
+        if self._config.routing.prefix_affinity and self._config.model.prefix_caching:
+            matches = self.index.match(request.prefix_keys, underway=self.ledger.underway.masks)
+            overlaps = {name: tokens_of(granules, request.prompt_tokens) for name, granules in matches.items()}
+        return Snapshot(
+            prefill=tuple(view for view in views if view.info.role == "prefill"),
+            decode=tuple(view for view in views if view.info.role == "decode"),
+            overlaps=overlaps,
+            links=self._links,
+            excluded=exclude,
+            knobs=self._knobs,
+        )
+
+    def loads(self) -> dict[str, tuple[WorkerInfo, EngineLoad, int]]:
+        """Each worker's last report and its transfers in flight, for status and metrics."""
+        return {name: (known.info, known.load, known.transfers_in_flight) for name, known in self._known.items()}
+
+    def check(self) -> None:
+        """Invariants of the parts and between them. Raises AssertionError with the story."""
+        self.index.check()
+        self.ledger.check()
+        for name in self._known:
+            assert self.membership.health(name) in (Health.ALIVE, Health.SUSPECT, Health.FENCED, Health.FAILED), name
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _mismatch(self, info: WorkerInfo) -> Declined | None:
+        others = (known.info for name, known in self._known.items() if name != info.ref.name)
+        other = next(others, None)
+        if other is None:
+            return None
+        for field in MUST_MATCH:
+            mine, theirs = getattr(info, field), getattr(other, field)
+            if mine != theirs:
+                message = f"{field} of {info.ref.name} is {mine!r}, of {other.ref.name} {theirs!r}; they must be equal"
+                return Declined(Code.MISMATCH, message, info.ref.name)
+        return None
+
+    def _routable(self, known: _Known) -> bool:
+        name = known.info.ref.name
+        return not known.draining and (self.membership.usable(name) or self.membership.late(name))
+
+    def _why_not(self, role: str) -> str:
+        states = [
+            f"{member.name} is {member.health}: {member.why}"
+            for member in self.membership.members()
+            if member.name not in self._known or self._known[member.name].info.role == role
+        ]
+        draining = [f"{name} is draining" for name, known in self._known.items() if known.draining]
+        return "; ".join(states + draining) or "none has registered"
+
+    def _view(self, known: _Known, now: float) -> WorkerView:
+        name = known.info.ref.name
+        return WorkerView(
+            info=known.info,
+            load=known.load,
+            age_s=now - known.reported_s,
+            healthy=self.membership.usable(name),
+            unseen=self.ledger.unseen(name),
+            promised=self.ledger.promised(name),
+            last_placed=known.last_placed,
+            transfers_in_flight=known.transfers_in_flight,
+        )
+
+    def _write_down(self, request: RequestView, placement: Placement, now: float) -> None:
+        self._turn += 1
+        decode = self._known[placement.decode.name]
+        prefill = self._known[placement.prefill.name] if placement.prefill else None
+        decode.last_placed = self._turn
+        if prefill is None:
+            tokens = uncached(request, placement.decode_overlap_tokens)
+            claims = [self._claim(request, decode, tokens)]
+        else:
+            prefill.last_placed = self._turn
+            tokens = uncached(request, placement.prefill_overlap_tokens)
+            claims = [self._claim(request, decode, 0), self._claim(request, prefill, tokens)]
+            self._placed[request.request_id] = (prefill.info.ref.name, decode.info.ref.name)
+        self.ledger.place(request.request_id, claims, now)
+
+    def _claim(self, request: RequestView, known: _Known, prefill_tokens: int) -> Claim:
+        decode = known.info.role == "decode"
+        tokens = request.prompt_tokens + (request.expected_output_tokens if decode else 0)
+        return Claim(
+            worker=known.info.ref.name,
+            decode=decode,
+            prefill_tokens=prefill_tokens,
+            blocks=-(-tokens // known.load.block_size),
+            context_tokens=request.prompt_tokens if decode else 0,
+            itl_s=request.itl_s if decode else None,
+            keys=request.prefix_keys if prefill_tokens else (),
+        )
+
+    def _forget_incarnation(self, name: str, incarnation: str) -> None:
+        known = self._known.get(name)
+        if known is not None and known.info.ref.incarnation == incarnation:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        self.index.remove(name)
+        self.ledger.lost(name)
+
+
+def knobs_of(config: TandemConfig) -> RoutingKnobs:
+    """The policies' part of the config."""
+    routing = config.routing
+    return RoutingKnobs(
+        local_prefill=routing.local_prefill,
+        local_prefill_gain=routing.local_prefill_gain,
+        max_waiting=routing.max_waiting,
+        assumed_bytes_per_s=float(routing.assumed_bytes_per_s),
+        prefill_step_tokens=config.pools.prefill.max_num_batched_tokens,
+        decode_step_tokens=config.pools.decode.max_num_batched_tokens,
+    )
+
+
+def bounds_of(config: TandemConfig) -> HealthBounds:
+    """The bounds of health in the config."""
+    times = config.timeouts
+    return HealthBounds(
+        suspect_s=times.suspect_s,
+        fence_s=times.fence_s,
+        start_s=times.start_s,
+        backoff_s=times.restart_backoff_s,
+        backoff_max_s=times.restart_backoff_max_s,
+        max_start_failures=times.max_start_failures,
+    )
+
+
+def _tightest_itl_s(config: TandemConfig) -> float | None:
+    """What requests of an earlier router may have been promised: the most that anybody is."""
+    return min((sla.itl_s for sla in config.classes.values() if sla.itl_s is not None), default=None)
+
+
+def _empty_load(info: WorkerInfo, block_size: int) -> EngineLoad:
+    """Before the first report: nothing to do and everything free, with the step times' priors."""
+    return EngineLoad(
+        total_blocks=info.total_blocks,
+        free_blocks=info.total_blocks,
+        live_blocks=0,
+        cached_blocks=0,
+        block_size=block_size,
+        running=0,
+        waiting=0,
+        leased_blocks=0,
+        queued_prefill_tokens=0,
+        running_context_tokens=0,
+        preemptions=0,
+        prefix_queries=0,
+        prefix_hits=0,
+        prompt_tokens=0,
+        generated_tokens=0,
+    )

@@ -1,9 +1,8 @@
 """Token ids back to text as they come, and the search for stop strings in that text.
 
 A *detokenizer* turns ids into the text that became certain with them: never half a character, and all pieces
-together equal the whole decode. Bytes that are no UTF-8 become U+FFFD, as in the whole decode. A *stop matcher* passes text on,
-keeping back only what may still become the beginning of a stop string. Both cost O(1) per character and know
-nothing of requests.
+together equal the whole decode (bytes that are no UTF-8 become U+FFFD). A *stop matcher* passes text on, keeping back
+only what may still become a stop string. Both cost O(1) per character and know nothing of requests.
 """
 
 from __future__ import annotations

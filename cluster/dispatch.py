@@ -158,7 +158,7 @@ class Flight:
 
     def stop(self) -> None:
         """The gateway met a stop string: closing the stream from now on is an end, not an abort."""
-        self.finish = FinishReason.STOP
+        self.finish, self.failure = FinishReason.STOP, None
 
     def saw(self, delta: Delta, now: float) -> None:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
@@ -199,6 +199,7 @@ class Flight:
             prefill=placement.prefill.name if placement and placement.prefill else "",
             decode=placement.decode.name if placement and not self.early else "",
             placement_reason=placement.reason if placement else "",
+            placement_detail=placement.detail if placement else "",
             attempts=self.attempts,
             placed_s=None if self.placed_s is None else self.placed_s - start,
             ttft_s=None if self.first_s is None else self.first_s - start,

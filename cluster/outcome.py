@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.types import FinishReason
 from tandem.messages import Code, HandoffReport
@@ -30,12 +30,14 @@ class Outcome:
     decode: str = ""
     """Empty: the request ended with its first token (or before); decode was never started."""
     placement_reason: str = ""
+    placement_detail: str = ""
+    """The router's: one of a few phrases (for metrics), and more for people."""
     attempts: int = 0
     placed_s: float | None = None
     ttft_s: float | None = None
     itl_s: tuple[float, ...] = ()
     e2e_s: float = 0.0
-    report: HandoffReport = HandoffReport()
+    report: HandoffReport = field(default_factory=HandoffReport)
 
     @property
     def queue_s(self) -> float:

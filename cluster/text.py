@@ -40,11 +40,12 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
-        self._special = {
+        self._special: dict[int, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         names = {name: _token_text(settings.get(name)) for name in _SPECIAL_NAMES}
         known = {name: text for name, text in names.items() if text is not None}
+        self.eos_id: int | None = tokenizer.token_to_id(known["eos_token"]) if "eos_token" in known else None
         self._bos_id: int | None = tokenizer.token_to_id(known["bos_token"]) if "bos_token" in known else None
         self._add_bos: bool | None = settings.get("add_bos_token")
         source = _chat_template(settings.get("chat_template"))
@@ -97,7 +98,7 @@ class Text:
         ids: list[int] = []
         for index, piece in enumerate(self._special_pattern.split(rendered)):
             if index % 2:
-                ids.append(self._tokenizer.token_to_id(piece))
+                ids.append(self._special_ids[piece])
             elif piece:
                 ids.extend(self._plain_tokenizer.encode(piece.replace(guard, ""), add_special_tokens=False).ids)
         return ids
@@ -106,6 +107,10 @@ class Text:
     def _special_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self._special.values(), key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"([^\s\S])")
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {text: token_id for token_id, text in self._special.items()}
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:

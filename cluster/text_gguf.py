@@ -63,11 +63,11 @@ def read_gguf(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     `chat_template`). ModelError names what is missing or unknown."""
     reader = GGUFReader(path)
     if (kind := _field(reader, "model")) != "gpt2":
-        raise ModelError(f"{path.name}: tokenizer.ggml.model {kind!r} is not supported (gpt2 is); give a tokenizer.json")
+        raise ModelError(f"{path.name}: tokenizer.ggml.model {kind!r} is not supported; serve a Hugging Face directory")
     pre = str(_field(reader, "pre", "gpt-2"))
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise ModelError(f"{path.name}: tokenizer.ggml.pre {pre!r} is unknown (known: {known}); give a tokenizer.json")
+        raise ModelError(f"{path.name}: tokenizer.ggml.pre {pre!r} is unknown (known: {known})")
     tokens: list[str] = _field(reader, "tokens")
     merges: list[str] = _field(reader, "merges")
     if tokens is None or merges is None:

@@ -1,0 +1,404 @@
+"""The gateway: one service behind both front ends.
+
+It turns an `Ask` into requests (limits, tokens, seed, deadline, prefix keys), hands each to `Dispatch`, and turns
+the deltas that come back into text: `prepare` says no before anything has started, `answer` streams the `Piece`s
+of one request. What a client can be told goes wrong is a `RequestFailed`, raised by either. The front ends take the
+first piece before they commit to a status, so an error before the first token has its own status code.
+
+Stop strings end a request here: the text is cut and the workers are told. They are looked for in the text after the
+first `min_tokens` tokens.
+
+Limits: `max_streams` answers at once, then NO_ROOM; while draining UNAVAILABLE, and what runs may finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from cluster.config import SlaClass
+from cluster.detokenize import StopMatcher
+from cluster.dispatch import Dispatch, Flight, Router
+from cluster.outcome import Outcome
+from cluster.snapshot import RequestView
+from cluster.text import Text
+from cluster.validate import (
+    Ask,
+    Given,
+    ModelLimits,
+    RequestFailed,
+    check_ask,
+    pick_class,
+    requests_for,
+)
+from engine.errors import InvalidRequest
+from engine.hashing import PrefixHasher
+from engine.types import FinishReason, Request, SamplingParams, Token
+from tandem.messages import Code, Delta, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+_SHORT_TEXT = 4096
+"""Characters that are tokenized at once, on the event loop; longer texts go to a thread."""
+_OURS = frozenset({Code.INTERNAL, Code.MISMATCH, Code.STALE})
+"""Faults whose story is for the log; the client gets the request's id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """What the gateway is told at the entrance. `model`: the name that clients use."""
+
+    model: str
+    classes: Mapping[str, SlaClass]
+    default_class: str = "default"
+    request_s: float = 600.0
+    """The time that a request has, for classes that name no timeout."""
+    max_streams: int = 256
+    router_timeout_s: float = 2.0
+    facts_s: float = 5.0
+    """For how long what the workers say of themselves is taken as known."""
+
+    def timeout_s(self, sla: SlaClass) -> float:
+        return self.request_s if sla.timeout_s is None else sla.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one answer. `text` and `tokens` need not match one to one: text that may become a stop string waits.
+
+    The last piece has a `finish` and the `outcome`.
+    """
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    prompt_logprobs: tuple[Token, ...] = ()
+    finish: FinishReason | None = None
+    outcome: Outcome | None = None
+
+
+_News = tuple[int, Piece] | Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Requests that are ready to run, in the order of the client's choices. `group_id`: what Abort names."""
+
+    group_id: str
+    requests: tuple[Request, ...]
+    views: tuple[RequestView, ...]
+    include_stop: bool = False
+
+    @property
+    def seed(self) -> int:
+        return self.requests[0].sampling.seed
+
+
+class Gateway:
+    """See the module. One event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        text: Text,
+        router: Router,
+        dispatch: Dispatch,
+        hasher_for: Callable[[WorkerInfo], PrefixHasher],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(12),
+        new_seed: Callable[[], int] = lambda: secrets.randbits(31),
+        on_refused: Callable[[Code], None] = lambda code: None,
+    ) -> None:
+        self.settings = settings
+        self.text = text
+        self._router = router
+        self._dispatch = dispatch
+        self._hasher_for = hasher_for
+        self._clock = clock
+        self._new_id = new_id
+        self._new_seed = new_seed
+        self._on_refused = on_refused
+        self._running: dict[str, set[str]] = {}
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._facts: _Facts | None = None
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    async def prepare(self, ask: Ask) -> Job:
+        """Everything that can be refused is refused here: RequestFailed, with the field where one is at fault."""
+        try:
+            return await self._prepare(ask)
+        except InvalidRequest as error:
+            self._on_refused(Code.INVALID)
+            raise RequestFailed(Code.INVALID, f"{error.field}: {error.message}", error.field) from error
+        except RequestFailed as error:
+            self._on_refused(error.code)
+            raise
+
+    async def _prepare(self, ask: Ask) -> Job:
+        arrival_s = self._clock()
+        self._check_open(ask.n * max(1, len(ask.prompts)))
+        if ask.model not in ("", self.settings.model):
+            raise RequestFailed(Code.NOT_FOUND, f"model: unknown; this server has {self.settings.model}", "model")
+        check_ask(ask)
+        if ask.request_id in self._running:
+            raise InvalidRequest("request_id", "is that of a running request")
+        facts = await self._known_facts()
+        class_name = pick_class(ask.sla_class, self.settings.classes, self.settings.default_class)
+        sla = self.settings.classes[class_name]
+        prompts = await self._encode(ask)
+        given = Given(
+            request_id=ask.request_id or self._new_id(),
+            seed=self._new_seed() if ask.seed is None else ask.seed,
+            arrival_s=arrival_s,
+            model=self.settings.model,
+            class_name=class_name,
+            sla=sla,
+            timeout_s=self.settings.timeout_s(sla),
+        )
+        requests = requests_for(ask, prompts, given, facts.limits)
+        views = tuple(_view(request, facts.hasher) for request in requests)
+        return Job(given.request_id, requests, views, ask.include_stop)
+
+    async def encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
+        """Token ids only, for the tokenize route. RequestFailed as in `prepare`."""
+        try:
+            check_ask(ask)
+            return await self._encode(ask)
+        except InvalidRequest as error:
+            raise RequestFailed(Code.INVALID, f"{error.field}: {error.message}", error.field) from error
+
+    async def _encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
+        length = sum(len(message["content"]) for message in ask.messages or ())
+        length += sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, str))
+        return _encode(self.text, ask) if length <= _SHORT_TEXT else await asyncio.to_thread(_encode, self.text, ask)
+
+    # -- answering -------------------------------------------------------------------------------------------
+
+    async def answer(self, job: Job, index: int) -> AsyncGenerator[Piece, None]:
+        """The pieces of the job's request `index`. Close the generator (`aclosing`) to abort.
+
+        RequestFailed when the request fails or when too many run; a request that was aborted by its id ends with
+        `finish` ABORT.
+        """
+        request = job.requests[index]
+        self._check_open(1)
+        flight = Flight(request, job.views[index])
+        writer = _Writer(self.text, request.sampling, job.include_stop)
+        last = Piece()
+        self._enter(job.group_id, request.request_id)
+        try:
+            async with aclosing(self._dispatch.run(flight)) as deltas:
+                async for delta in deltas:
+                    piece = writer.take(delta)
+                    if writer.stopped:
+                        flight.stop()
+                    if writer.stopped or delta.finish is not None:
+                        last = piece
+                        break
+                    yield piece
+            assert flight.outcome is not None
+            yield _ended(last, writer, flight.outcome)
+        finally:
+            self._leave(job.group_id, request.request_id)
+
+    async def answers(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The pieces of all of the job's answers as they come, each with its index. Ends at the first failure."""
+        if len(job.requests) == 1:
+            async with aclosing(self.answer(job, 0)) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+            return
+        news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(job.requests))
+        readers = [asyncio.create_task(self._read(job, index, news)) for index in range(len(job.requests))]
+        try:
+            running = len(readers)
+            while running:
+                item = await news.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, job: Job, index: int, news: asyncio.Queue[_News]) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(self.answer(job, index)) as pieces:
+                async for piece in pieces:
+                    await news.put((index, piece))
+        except Exception as error:  # raised again by whoever reads the news
+            end = error
+        await news.put(end)
+
+    def abort(self, group_id: str) -> bool:
+        """End all requests of a job; False when it is not running."""
+        aborted = [self._dispatch.abort(request_id) for request_id in self._running.get(group_id, ())]
+        return any(aborted)
+
+    def _enter(self, group_id: str, request_id: str) -> None:
+        self._running.setdefault(group_id, set()).add(request_id)
+        self._streams += 1
+        self._idle.clear()
+
+    def _leave(self, group_id: str, request_id: str) -> None:
+        group = self._running[group_id]
+        group.discard(request_id)
+        if not group:
+            del self._running[group_id]
+        self._streams -= 1
+        if not self._streams:
+            self._idle.set()
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    async def not_ready(self) -> str:
+        """Why requests would be refused now; empty when they would not."""
+        if self._draining:
+            return "draining"
+        try:
+            workers = await asyncio.wait_for(self._router.workers(), self.settings.router_timeout_s)
+        except TimeoutError:
+            return "the router does not answer"
+        return "" if any(worker.role == "decode" for worker in workers) else "no decode worker is registered"
+
+    async def limits(self) -> ModelLimits:
+        """What can be served. RequestFailed (UNAVAILABLE) without workers."""
+        return (await self._known_facts()).limits
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; True when all ended within `grace_s`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            log.warning("still %d answers running after %.1f s of draining", self._streams, grace_s)
+        return not self._streams
+
+    def _check_open(self, wanted: int) -> None:
+        if self._draining:
+            raise RequestFailed(Code.UNAVAILABLE, "the server is draining; ask another one")
+        if self._streams + wanted > self.settings.max_streams:
+            raise RequestFailed(
+                Code.NO_ROOM, f"at most {self.settings.max_streams} answers run at once; ask again a little later"
+            )
+
+    async def _known_facts(self) -> _Facts:
+        """From the registered workers, asked at most every `facts_s`."""
+        now = self._clock()
+        if self._facts is None or now > self._facts.until_s:
+            workers = await self._router.workers()
+            if not workers:
+                raise RequestFailed(Code.UNAVAILABLE, "no worker is registered; ask again a little later")
+            self._facts = _Facts(_limits(workers), self._hasher_for(workers[0]), now + self.settings.facts_s)
+        return self._facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    limits: ModelLimits
+    hasher: PrefixHasher
+    until_s: float
+
+
+def _limits(workers: tuple[WorkerInfo, ...]) -> ModelLimits:
+    """The largest decode pool counts: what does not fit there can run nowhere."""
+    deciding = [worker for worker in workers if worker.role == "decode"] or workers
+    return ModelLimits(
+        vocab_size=min(worker.vocab_size for worker in workers),
+        max_model_len=min(worker.max_model_len for worker in workers),
+        kv_tokens=max(worker.total_blocks * _block_size(worker) for worker in deciding),
+    )
+
+
+def _block_size(worker: WorkerInfo) -> int:
+    """Tokens in a block, from the readable layout (`… block=16 …`)."""
+    return int(dict(part.split("=", 1) for part in worker.layout.split())["block"])
+
+
+def _encode(text: Text, ask: Ask) -> tuple[tuple[int, ...], ...]:
+    if ask.messages is not None:
+        return (text.encode_chat(ask.messages),)
+    return tuple(text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts)
+
+
+def _view(request: Request, hasher: PrefixHasher) -> RequestView:
+    """What the router sees. Prompt log-probabilities need every position computed, so no prefix counts for them."""
+    cacheable = request.sampling.prompt_logprobs is None
+    return RequestView(
+        request_id=request.request_id,
+        prompt_tokens=len(request.token_ids),
+        prefix_keys=hasher.chain(request.token_ids, request.cache_salt) if cacheable else (),
+        max_tokens=request.sampling.max_tokens,
+        sla_class=request.sla_class,
+        ttft_s=request.ttft_s,
+        itl_s=request.itl_s,
+        priority=request.priority,
+        deadline_s=request.deadline_s,
+    )
+
+
+class _Writer:
+    """Deltas of one request to pieces of text. `stopped`: a stop string was met, and nothing may follow."""
+
+    def __init__(self, text: Text, sampling: SamplingParams, include_stop: bool) -> None:
+        self._sampling = sampling
+        self._eos = text.eos_id
+        self._detokenizer = text.detokenizer()
+        self._matcher = StopMatcher(sampling.stop, include=include_stop)
+        self._tokens = 0
+        self.stopped = False
+
+    def take(self, delta: Delta) -> Piece:
+        written: list[str] = []
+        count = 0
+        for token in delta.tokens:
+            count += 1
+            silent = delta.finish is FinishReason.STOP and count == len(delta.tokens) and self._ends(token)
+            written.append("" if silent else self._write(self._detokenizer.push((token.token_id,)), 1))
+            if self.stopped:
+                break
+        if delta.finish is not None and not self.stopped:
+            written.append(self.rest())
+        return Piece("".join(written), delta.tokens[:count], delta.prompt_logprobs)
+
+    def rest(self) -> str:
+        """What was kept back, once no more tokens come."""
+        return self._write(self._detokenizer.flush(), 0) + ("" if self.stopped else self._matcher.flush())
+
+    def _write(self, text: str, tokens: int) -> str:
+        self._tokens += tokens
+        if self._tokens <= self._sampling.min_tokens:
+            return text
+        matched = self._matcher.push(text)
+        self.stopped = matched.stop is not None
+        return matched.text
+
+    def _ends(self, token: Token) -> bool:
+        """Whether this token is why the engine stopped; such a token is no text."""
+        return token.token_id == self._eos or token.token_id in self._sampling.stop_token_ids
+
+
+def _ended(last: Piece, writer: _Writer, outcome: Outcome) -> Piece:
+    """The last piece of an answer, or why there is none."""
+    if outcome.code is None:
+        return replace(last, finish=outcome.finish, outcome=outcome)
+    if outcome.code is Code.ABORTED:
+        return replace(last, text=last.text or writer.rest(), finish=FinishReason.ABORT, outcome=outcome)
+    if outcome.code in _OURS:
+        log.error("%s failed: %s: %s", outcome.request_id, outcome.code, outcome.message)
+        raise RequestFailed(outcome.code, f"the server failed on request {outcome.request_id}")
+    raise RequestFailed(outcome.code, outcome.message)

@@ -39,7 +39,7 @@ def test_predictions_come_near_the_truth_from_far_priors() -> None:
     assert max(errors) < 0.3
     assert model.times.prefill_error < 0.1
     assert model.times.decode_error < 0.1
-    assert model.times.samples == 300
+    assert model.times.samples > 290
 
 
 def test_a_machine_that_got_slower_is_learnt_anew() -> None:

@@ -3,7 +3,7 @@
 A transport moves bytes between the registered regions of two peers and reports what happened. It decides nothing:
 whether an offer is welcome, and where its bytes belong, is asked of the `acceptor` that the transfer engine gives it.
 Calls never block on a peer; results come out of `poll`. Callbacks (`acceptor`, `wake`) may run on the transport's own
-threads.
+threads, and `wake` on any thread: it says "poll me" and must return at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ TransportEvent = Sent | Taken | PeerLost
 class Transport(Protocol):
     """One worker's end of one kind of link. All methods may be called from one thread only, the owner's."""
 
-    scheme: str
+    @property
+    def scheme(self) -> str:
+        """Its name in configuration, addresses and metrics."""
+        ...
+
+    def start(self, acceptor: Acceptor, wake: Callable[[], None]) -> None:
+        """Called once, before anything else: whom to ask about offers and whom to tell that `poll` has news."""
+        ...
 
     def address(self) -> bytes:
         """An opaque address for peers; it travels over the authenticated control plane only."""

@@ -1,0 +1,178 @@
+"""One socket of a link: frames in both directions, and payload straight between the socket and the region.
+
+Lives on the I/O thread. Headers and bodies are read exactly, so payload bytes never pass through a buffer: they go
+from the socket into the spans by `recvmsg_into`, from the spans into the socket by `sendmsg`.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.errors import TransferError
+from kvtransfer.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError, Header, Kind, decode_header
+from kvtransfer.io_loop import IoLoop
+from kvtransfer.layout import Cursor
+
+logger = logging.getLogger(__name__)
+
+MAX_VIEWS = 64
+"""Views per vectored call: enough to amortise the call, small enough to build quickly."""
+FAIR_BYTES = 4 * 2**20
+"""After so much payload in one go the other links get their turn."""
+KEEPALIVE_IDLE_S = 5
+USER_TIMEOUT_MS = 15_000
+
+
+@dataclass(slots=True)
+class _Writing:
+    cursor: Cursor
+    done: Callable[[], None] | None
+
+
+class Connection:
+    """`on_frame(header, body)` for each frame (an empty body for DATA, whose payload the callee then reads)."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: IoLoop,
+        on_frame: Callable[[Header, bytes], None],
+        on_lost: Callable[[str], None],
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._sock = sock
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._header = bytearray(HEADER_BYTES)
+        self._reading = Cursor([memoryview(self._header)])
+        self._read_done: Callable[[], None] = self._header_read
+        self._writing: deque[_Writing] = deque()
+        self._open = True
+        _tune(sock)
+        loop.watch(sock, selectors.EVENT_READ, self._ready)
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame."""
+        self.send_views([memoryview(frame)])
+
+    def send_views(self, views: Sequence[memoryview], done: Callable[[], None] | None = None) -> None:
+        """Queue bytes that stay where they are; `done` when the kernel has them all."""
+        if not self._open:
+            return
+        self._writing.append(_Writing(Cursor(views), done))
+        if len(self._writing) == 1:
+            self._write()
+
+    def read_into(self, views: Sequence[memoryview], done: Callable[[], None]) -> None:
+        """From within `on_frame` of a DATA frame: where its payload goes."""
+        self._reading = Cursor(views)
+        self._read_done = done
+
+    def close(self, reason: str) -> None:
+        """End it; `on_lost` is told once."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.unwatch(self._sock)
+        self._sock.close()
+        self._writing.clear()
+        self._reading = Cursor([])
+        self._on_lost(reason)
+
+    def _ready(self, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._read()
+            if self._open and events & selectors.EVENT_WRITE:
+                self._write()
+        except (FrameError, TransferError) as error:
+            self.close(f"protocol error: {error}")
+        except OSError as error:
+            self.close(f"connection lost: {error.strerror or error}")
+        except Exception as error:  # a bug must end its own link, not leave it half alive
+            logger.exception("a link failed")
+            self.close(f"internal error: {error}")
+
+    def _read(self) -> None:
+        budget = FAIR_BYTES
+        while self._open and budget > 0:
+            try:
+                received = self._sock.recvmsg_into(self._reading.window(MAX_VIEWS))[0]
+            except BlockingIOError:
+                return
+            if not received:
+                self.close("connection closed by the peer")
+                return
+            budget -= received
+            self._reading.advance(received)
+            if not self._reading.remaining:
+                self._read_done()
+
+    def _header_read(self) -> None:
+        header = decode_header(self._header)
+        if header.kind is Kind.DATA:
+            self.expect_frame()
+            self._on_frame(header, b"")
+            return
+        if header.length > self.max_body_bytes:
+            raise FrameError(f"a body of {header.length} bytes, at most {self.max_body_bytes} are read")
+        if not header.length:
+            raise FrameError("a frame without a body")
+        body = bytearray(header.length)
+        self._reading = Cursor([memoryview(body)])
+        self._read_done = lambda: self._body_read(header, body)
+
+    def _body_read(self, header: Header, body: bytearray) -> None:
+        self.expect_frame()
+        self._on_frame(header, bytes(body))
+
+    def expect_frame(self) -> None:
+        """A header comes next: at the start, after a body, and, said by the reader of the payload, after payload."""
+        self._reading = Cursor([memoryview(self._header)])
+        self._read_done = self._header_read
+
+    def _write(self) -> None:
+        budget = FAIR_BYTES
+        try:
+            while self._writing and budget > 0:
+                writing = self._writing[0]
+                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS))
+                budget -= sent
+                writing.cursor.advance(sent)
+                if not writing.cursor.remaining:
+                    self._writing.popleft()
+                    if writing.done is not None:
+                        writing.done()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close(f"connection lost: {error.strerror or error}")
+            return
+        if self._open:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
+            self._loop.watch(self._sock, events, self._ready)
+
+
+_TCP_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+    "TCP_KEEPINTVL": KEEPALIVE_IDLE_S,
+    "TCP_KEEPCNT": 2,
+    "TCP_USER_TIMEOUT": USER_TIMEOUT_MS,
+}
+
+
+def _tune(sock: socket.socket) -> None:
+    """No delay for small frames; a host that vanished is noticed. Buffers are left to the kernel, which tunes them."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

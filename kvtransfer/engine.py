@@ -1,0 +1,446 @@
+"""The transfer engine: leases, pushes, and the moment when memory is quiet again.
+
+At the destination `open` promises room: a lease, n numbered spans for one source incarnation under one generation.
+Each span is *empty*, then *in flight* (a transport was told where its bytes go), then *done*; a failure ends the whole
+lease. At the source `push` offers a run of the lease's spans; it waits in a queue (by priority) until the window of
+its peer has room, is offered, and ends by `PushDone` or `PushFailed`.
+
+Nobody frees memory on a guess: `close` (destination) and `withdraw` (source) stop new traffic at once and are answered
+by `Quiet` when nothing of the lease is in flight here any more. A peer that hangs is ended by `forget`, after which
+its transfers finish as failed and the quiet follows.
+
+One owner thread calls everything; transports ask `_accept` from their own threads, so a lock guards the lease table.
+`poll` never blocks; `wake` (any thread) says that it has news.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtransfer.checksum import span_checksums
+from kvtransfer.errors import TransferError
+from kvtransfer.faults import FaultPlan, FaultyTransport
+from kvtransfer.layout import check_spans
+from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
+from kvtransfer.types import (
+    LeaseKey,
+    Offer,
+    PeerId,
+    PeerLost,
+    PushDone,
+    PushFailed,
+    Quiet,
+    Received,
+    ReceiveFailed,
+    Span,
+    TransferEvent,
+    TransferStats,
+)
+
+WINDOW_BYTES = 256 * 2**20
+"""Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    source: PeerId
+    spans: tuple[Span, ...]
+    empty: set[int]
+    in_flight: int = 0
+    failed: str = ""
+    closing: bool = False
+
+
+@dataclass(slots=True)
+class _Push:
+    offer: Offer
+    spans: tuple[Span, ...]
+    scheme: str
+    priority: int
+    deadline_s: float
+    started_s: float
+    offered: bool = False
+    reported: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.offer.lengths)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What goes to one peer: pushes that wait for the window, and the bytes inside it."""
+
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    offered_bytes: int = 0
+
+
+class TransferEngine:
+    """Moves spans of one registered region to and from peers, over the transports it was given (best first)."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        region: memoryview,
+        transports: Sequence[Transport],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], None] = lambda: None,
+        checksums: bool = False,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.me = me
+        self.faults = FaultPlan()
+        self._region = region
+        self._region_bytes = region.nbytes
+        self._clock = clock
+        self._checksums = checksums
+        self._window_bytes = window_bytes
+        self._lock = threading.Lock()
+        self._leases: dict[LeaseKey, _Lease] = {}
+        self._fenced: set[PeerId] = set()
+        self._pushes: dict[int, _Push] = {}
+        self._lanes: dict[PeerId, _Lane] = {}
+        self._withdrawn: set[LeaseKey] = set()
+        self._schemes: dict[PeerId, list[str]] = {}
+        self._taken_by: dict[tuple[PeerId, LeaseKey, int], str] = {}
+        self._events: list[TransferEvent] = []
+        self._last_push_id = 0
+        self._counts: dict[str, Counter[str]] = {}
+        self._transports: dict[str, Transport] = {}
+        for inner in transports:
+            transport = FaultyTransport(inner, region, self.faults, clock)
+            self._transports[inner.scheme] = transport
+            self._counts[inner.scheme] = Counter()
+            transport.start(self._acceptor_of(inner.scheme), wake)
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    def addresses(self) -> tuple[tuple[str, bytes], ...]:
+        """(scheme, address) of each transport, best first; they let the bearer write here: authenticated roads only."""
+        return tuple((scheme, transport.address()) for scheme, transport in self._transports.items())
+
+    def connect(self, peer: PeerId, scheme: str, address: bytes) -> None:
+        """Make `peer` reachable over `scheme`. Idempotent. Raises `TransferError` for a bad address or fenced peer."""
+        if peer == self.me:
+            raise TransferError(f"{peer} cannot connect to itself")
+        if peer in self._fenced:
+            raise TransferError(f"{peer} was forgotten; only a new incarnation can be connected")
+        if scheme not in self._transports:
+            raise TransferError(f"no transport {scheme!r} here, only {', '.join(self._transports)}")
+        self._transports[scheme].connect(peer, address)
+        known = self._schemes.setdefault(peer, [])
+        if scheme not in known:
+            known.append(scheme)
+
+    def forget(self, peer: PeerId) -> None:
+        """Fence an incarnation: its offers are refused from now on, its transfers end as failed, its leases fail."""
+        with self._lock:
+            self._fenced.add(peer)
+            for key, lease in self._leases.items():
+                if lease.source == peer:
+                    self._fail_lease(key, lease, f"{peer} was forgotten")
+        self._schemes.pop(peer, None)
+        for push_id in [push_id for _, push_id in self._lanes.pop(peer, _Lane()).waiting]:
+            self._end_push(self._pushes[push_id], f"{peer} was forgotten")
+        for transport in self._transports.values():
+            transport.forget(peer)
+
+    # -- source --------------------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        key: LeaseKey,
+        peer: PeerId,
+        first: int,
+        spans: Sequence[Span],
+        *,
+        scheme: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Send `spans` into spans `first` … of the lease `key` at `peer`; returns the push id of its events.
+
+        Smaller `priority` goes first. `deadline_s` is seconds from now until `PushFailed`. Raises `TransferError` when
+        the spans lie outside the region, the lease was withdrawn, or the peer is not connected.
+        """
+        if not spans:
+            raise TransferError(f"{key}: a push needs at least one span")
+        if problem := check_spans(spans, self._region_bytes):
+            raise TransferError(f"{key}: {problem}")
+        if key in self._withdrawn:
+            raise TransferError(f"{key} was withdrawn")
+        chosen = self._choose(peer, scheme)
+        self._last_push_id += 1
+        now = self._clock()
+        push = _Push(
+            offer=Offer(
+                key=key,
+                push_id=self._last_push_id,
+                first=first,
+                lengths=tuple(span.length for span in spans),
+                source=self.me,
+                destination=peer,
+                checksums=span_checksums(self._region, spans) if self._checksums else (),
+            ),
+            spans=tuple(spans),
+            scheme=chosen,
+            priority=priority,
+            deadline_s=float("inf") if deadline_s is None else now + deadline_s,
+            started_s=now,
+        )
+        self._pushes[push.offer.push_id] = push
+        lane = self._lanes.setdefault(peer, _Lane())
+        heapq.heappush(lane.waiting, (priority, push.offer.push_id))
+        self._fill(peer, lane)
+        return push.offer.push_id
+
+    def withdraw(self, key: LeaseKey) -> None:
+        """Stop sending into `key`: what was not offered yet fails now, and `Quiet` follows the rest. Idempotent."""
+        if key in self._withdrawn:
+            return
+        self._withdrawn.add(key)
+        for push in [push for push in self._pushes.values() if push.offer.key == key and not push.offered]:
+            self._unqueue(push)
+            self._end_push(push, "withdrawn")
+        self._quiet_if_withdrawn(key)
+
+    # -- destination ---------------------------------------------------------------------------------------------------
+
+    def open(self, key: LeaseKey, source: PeerId, spans: Sequence[Span]) -> None:
+        """Grant a lease to one source incarnation. Raises `TransferError` if the key is in use or a span is wrong."""
+        if problem := check_spans(spans, self._region_bytes):
+            raise TransferError(f"{key}: {problem}")
+        with self._lock:
+            if key in self._leases:
+                raise TransferError(f"{key} is already open")
+            if source in self._fenced:
+                raise TransferError(f"{key}: {source} was forgotten")
+            self._leases[key] = _Lease(source, tuple(spans), set(range(len(spans))))
+
+    def close(self, key: LeaseKey) -> None:
+        """End a lease: later bytes are refused, and `Quiet` follows when none is in flight. Idempotent.
+
+        A key that is not open is quiet already and is answered so.
+        """
+        with self._lock:
+            lease = self._leases.get(key)
+            if lease is None:
+                self._events.append(Quiet(key))
+            elif not lease.closing:
+                lease.closing = True
+                self._quiet_if_closed(key, lease)
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[TransferEvent]:
+        """What happened since the last call; never blocks on a peer."""
+        for scheme, transport in self._transports.items():
+            for event in transport.poll():
+                self._apply(scheme, event)
+        self._expire(self._clock())
+        for peer, lane in self._lanes.items():
+            self._fill(peer, lane)
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def in_flight(self) -> int:
+        """Pushes not ended plus takes not ended."""
+        with self._lock:
+            return len(self._pushes) + sum(lease.in_flight for lease in self._leases.values())
+
+    def stats(self) -> tuple[TransferStats, ...]:
+        """Counters per scheme."""
+        return tuple(self._stats_of(scheme, counts) for scheme, counts in self._counts.items())
+
+    def check(self) -> None:
+        """Raises `AssertionError` with the story when the books do not agree."""
+        with self._lock:
+            takes = Counter(key for _, key, _ in self._taken_by)
+            for key, lease in self._leases.items():
+                assert lease.in_flight == takes[key], f"{key}: {lease.in_flight} in flight, {takes[key]} takes known"
+                assert not (lease.closing and not lease.in_flight), f"{key} is closed and quiet but still in the table"
+            assert not set(takes) - set(self._leases), f"takes without a lease: {set(takes) - set(self._leases)}"
+        for peer, lane in self._lanes.items():
+            offered = sum(p.num_bytes for p in self._pushes.values() if p.offered and p.offer.destination == peer)
+            assert offered == lane.offered_bytes, f"{peer}: {lane.offered_bytes} bytes in the window, {offered} offered"
+            assert all(push_id in self._pushes for _, push_id in lane.waiting), f"{peer}: an ended push still waits"
+
+    def shutdown(self) -> None:
+        """End everything. Afterwards no memory is in use and no thread of a transport runs."""
+        for transport in self._transports.values():
+            transport.close()
+        self.poll()
+
+    # -- source, inside ------------------------------------------------------------------------------------------------
+
+    def _choose(self, peer: PeerId, scheme: str | None) -> str:
+        known = self._schemes.get(peer, [])
+        if scheme is not None and scheme not in known:
+            raise TransferError(f"{peer} is not connected over {scheme}")
+        if not known:
+            raise TransferError(f"{peer} is not connected")
+        return scheme or next(ours for ours in self._transports if ours in known)
+
+    def _fill(self, peer: PeerId, lane: _Lane) -> None:
+        while lane.waiting:
+            push = self._pushes[lane.waiting[0][1]]
+            if lane.offered_bytes and lane.offered_bytes + push.num_bytes > self._window_bytes:
+                return
+            heapq.heappop(lane.waiting)
+            push.offered = True
+            lane.offered_bytes += push.num_bytes
+            self._transports[push.scheme].offer(push.offer, push.spans)
+
+    def _unqueue(self, push: _Push) -> None:
+        lane = self._lanes[push.offer.destination]
+        lane.waiting.remove((push.priority, push.offer.push_id))
+        heapq.heapify(lane.waiting)
+
+    def _expire(self, now: float) -> None:
+        for push in [push for push in self._pushes.values() if push.deadline_s <= now and not push.reported]:
+            self._report_failed(push, "deadline passed")
+            if not push.offered:
+                self._unqueue(push)
+                self._end_push(push, "deadline passed")
+
+    def _sent(self, scheme: str, sent: Sent) -> None:
+        push = self._pushes.get(sent.push_id)
+        if push is None or not push.offered:
+            return
+        lane = self._lanes.get(push.offer.destination)
+        if lane is not None:
+            lane.offered_bytes -= push.num_bytes
+        self._end_push(push, sent.error)
+
+    def _end_push(self, push: _Push, error: str) -> None:
+        key, push_id = push.offer.key, push.offer.push_id
+        del self._pushes[push_id]
+        if error:
+            self._report_failed(push, error)
+        elif not push.reported:
+            duration_s = self._clock() - push.started_s
+            counts = self._counts[push.scheme]
+            counts.update(pushes=1, push_bytes=push.num_bytes, push_microseconds=round(duration_s * 1e6))
+            self._events.append(PushDone(key, push_id, push.num_bytes, duration_s))
+        self._quiet_if_withdrawn(key)
+
+    def _report_failed(self, push: _Push, reason: str) -> None:
+        if not push.reported:
+            push.reported = True
+            self._counts[push.scheme].update(failed=1)
+            self._events.append(PushFailed(push.offer.key, push.offer.push_id, reason))
+
+    def _quiet_if_withdrawn(self, key: LeaseKey) -> None:
+        if key in self._withdrawn and not any(push.offer.key == key for push in self._pushes.values()):
+            self._withdrawn.discard(key)
+            self._events.append(Quiet(key))
+
+    # -- destination, inside -------------------------------------------------------------------------------------------
+
+    def _acceptor_of(self, scheme: str) -> Callable[[Offer], Sequence[Span] | Refused]:
+        def accept(offer: Offer) -> Sequence[Span] | Refused:
+            with self._lock:
+                lease = self._leases.get(offer.key)
+                reason = self._refusal(offer, lease)
+                if reason or lease is None:
+                    return Refused(reason)
+                count = len(offer.lengths)
+                lease.empty.difference_update(range(offer.first, offer.first + count))
+                lease.in_flight += 1
+                self._taken_by[offer.source, offer.key, offer.push_id] = scheme
+                return lease.spans[offer.first : offer.first + count]
+
+        return accept
+
+    def _refusal(self, offer: Offer, lease: _Lease | None) -> str:
+        """Why an offer is not welcome; empty when it is."""
+        if offer.destination != self.me:
+            return f"offer for {offer.destination}, this is {self.me}"
+        if lease is None or lease.closing:
+            return f"no open lease {offer.key.lease_id} of generation {offer.key.generation}"
+        if offer.source != lease.source or offer.source in self._fenced:
+            return f"lease {offer.key.lease_id} is for {lease.source}, not for {offer.source}"
+        if lease.failed:
+            return f"lease {offer.key.lease_id} failed: {lease.failed}"
+        last = offer.first + len(offer.lengths)
+        if offer.first < 0 or not offer.lengths or last > len(lease.spans):
+            return f"spans {offer.first} … {last - 1} of a lease with {len(lease.spans)}"
+        if not lease.empty.issuperset(range(offer.first, last)):
+            return f"spans {offer.first} … {last - 1} were offered before"
+        if offer.lengths != tuple(span.length for span in lease.spans[offer.first : last]):
+            return f"lengths of spans {offer.first} … {last - 1} differ from the lease's"
+        if offer.checksums and len(offer.checksums) != len(offer.lengths):
+            return f"{len(offer.checksums)} checksums for {len(offer.lengths)} spans"
+        return ""
+
+    def _taken(self, scheme: str, taken: Taken) -> None:
+        offer = taken.offer
+        with self._lock:
+            if self._taken_by.pop((offer.source, offer.key, offer.push_id), None) is None:
+                return
+            lease = self._leases[offer.key]
+        error = taken.error or self._verify(offer, lease)
+        with self._lock:
+            lease.in_flight -= 1
+            if error:
+                self._fail_lease(offer.key, lease, error, scheme)
+            elif not lease.failed and not lease.closing:
+                num_bytes = sum(offer.lengths)
+                self._counts[scheme].update(receives=1, receive_bytes=num_bytes)
+                self._events.append(Received(offer.key, offer.first, len(offer.lengths), num_bytes))
+            self._quiet_if_closed(offer.key, lease)
+
+    def _verify(self, offer: Offer, lease: _Lease) -> str:
+        if not offer.checksums or lease.closing or lease.failed:
+            return ""
+        spans = lease.spans[offer.first : offer.first + len(offer.lengths)]
+        for index, (got, sent) in enumerate(zip(span_checksums(self._region, spans), offer.checksums, strict=True)):
+            if got != sent:
+                return f"checksum of span {offer.first + index} is {got:016x}, the source sent {sent:016x}"
+        return ""
+
+    def _fail_lease(self, key: LeaseKey, lease: _Lease, reason: str, scheme: str | None = None) -> None:
+        if lease.failed or lease.closing:
+            return
+        lease.failed = reason
+        if scheme is not None:
+            self._counts[scheme].update(failed=1)
+        self._events.append(ReceiveFailed(key, reason))
+
+    def _quiet_if_closed(self, key: LeaseKey, lease: _Lease) -> None:
+        if lease.closing and not lease.in_flight:
+            del self._leases[key]
+            self._events.append(Quiet(key))
+
+    # -- shared, inside ------------------------------------------------------------------------------------------------
+
+    def _apply(self, scheme: str, event: TransportEvent) -> None:
+        match event:
+            case Sent():
+                self._sent(scheme, event)
+            case Taken():
+                self._taken(scheme, event)
+            case PeerLost() if event.peer not in self._fenced:
+                with self._lock:
+                    self._events.append(event)
+
+    def _stats_of(self, scheme: str, counts: Counter[str]) -> TransferStats:
+        with self._lock:
+            takes = sum(1 for taken_over in self._taken_by.values() if taken_over == scheme)
+        return TransferStats(
+            scheme=scheme,
+            pushes=counts["pushes"],
+            push_bytes=counts["push_bytes"],
+            push_seconds=counts["push_microseconds"] / 1e6,
+            receives=counts["receives"],
+            receive_bytes=counts["receive_bytes"],
+            in_flight=takes + sum(1 for push in self._pushes.values() if push.scheme == scheme and push.offered),
+            failed=counts["failed"],
+        )

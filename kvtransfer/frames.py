@@ -1,0 +1,137 @@
+"""Control frames between two transports: a fixed header, then a msgpack body or raw payload.
+
+    magic "TKVT" | version u8 | kind u8 | reserved u16 | serial u64 | length u64        (big endian, 24 bytes)
+
+`serial` numbers the pushes of one link. `length` counts the body's bytes, or the payload's in a DATA frame. Nothing is
+believed before it is checked: magic, version, kind, a bound on the length, then types and ranges of every field.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.packing import pack, unpack
+from kvtransfer.types import LeaseKey, Offer
+
+MAX_BODY_BYTES = 4 * 2**20
+MAX_HANDSHAKE_BYTES = 8 * 2**10
+MAX_SPANS = 65_536
+MAX_NAME_CHARS = 512
+
+_MAGIC = b"TKVT"
+_VERSION = 1
+_HEADER = struct.Struct(">4sBBHQQ")
+HEADER_BYTES = _HEADER.size
+
+
+class FrameError(Exception):
+    """These bytes are not a frame that may stand here; the connection ends."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame says. Source to destination: HELLO, OFFER, DATA. Back: CHALLENGE, WELCOME, TAKE, REFUSE, ACK."""
+
+    CHALLENGE = 1
+    HELLO = 2
+    WELCOME = 3
+    OFFER = 4
+    TAKE = 5
+    REFUSE = 6
+    DATA = 7
+    ACK = 8
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header."""
+
+    kind: Kind
+    serial: int
+    length: int
+
+
+def encode(kind: Kind, serial: int, *fields: Any) -> bytes:
+    """A whole frame; the body is the list of fields."""
+    body = pack(*fields)
+    return _HEADER.pack(_MAGIC, _VERSION, kind, 0, serial, len(body)) + body
+
+
+def data_header(serial: int, num_bytes: int) -> bytes:
+    """The header before `num_bytes` of payload."""
+    return _HEADER.pack(_MAGIC, _VERSION, Kind.DATA, 0, serial, num_bytes)
+
+
+def decode_header(raw: bytes | bytearray | memoryview) -> Header:
+    """Raises `FrameError` for foreign bytes."""
+    magic, version, kind, _, serial, length = _HEADER.unpack(raw)
+    if magic != _MAGIC:
+        raise FrameError(f"bad magic {magic!r}")
+    if version != _VERSION:
+        raise FrameError(f"frame version {version}, this side speaks {_VERSION}")
+    if kind not in _KINDS:
+        raise FrameError(f"unknown frame kind {kind}")
+    return Header(_KINDS[kind], serial, length)
+
+
+def decode_fields(body: bytes | bytearray | memoryview, *types: type) -> list[Any]:
+    """The body's fields, exactly these types. Raises `FrameError`."""
+    try:
+        fields = unpack(body)
+    except ValueError as error:
+        raise FrameError(f"body: {error}") from error
+    if len(fields) != len(types):
+        raise FrameError(f"body with wrong fields, {len(types)} expected")
+    for value, wanted in zip(fields, types, strict=True):
+        if type(value) is not wanted:
+            raise FrameError(f"field of type {type(value).__name__}, {wanted.__name__} expected")
+    return list(fields)
+
+
+def encode_offer(serial: int, offer: Offer, runs: tuple[int, ...]) -> bytes:
+    """An OFFER frame; `runs` says which of its spans are neighbours at the source (empty: not needed)."""
+    key = offer.key
+    return encode(
+        Kind.OFFER,
+        serial,
+        key.lease_id,
+        key.generation,
+        offer.push_id,
+        offer.first,
+        offer.lengths,
+        offer.source,
+        offer.destination,
+        offer.checksums,
+        runs,
+    )
+
+
+def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, tuple[int, ...]]:
+    """The offer and its runs. Raises `FrameError`."""
+    lease_id, generation, push_id, first, lengths, source, destination, checksums, runs = decode_fields(
+        body, str, int, int, int, tuple, str, str, tuple, tuple
+    )
+    for numbers in (lengths, checksums, runs):
+        _check_numbers(numbers)
+    if not lengths or (checksums and len(checksums) != len(lengths)) or (runs and sum(runs) != len(lengths)):
+        raise FrameError("an offer whose lengths, checksums and runs do not fit together")
+    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or 0 in lengths:
+        raise FrameError("an offer with an overlong name or an empty span")
+    return Offer(LeaseKey(lease_id, generation), push_id, first, lengths, source, destination, checksums), runs
+
+
+def decode_runs(body: bytes | bytearray | memoryview) -> tuple[int, ...]:
+    """The runs of a TAKE. Raises `FrameError`."""
+    (runs,) = decode_fields(body, tuple)
+    _check_numbers(runs)
+    return tuple(runs)
+
+
+def _check_numbers(numbers: tuple[Any, ...]) -> None:
+    if len(numbers) > MAX_SPANS or not all(type(number) is int and number >= 0 for number in numbers):
+        raise FrameError("a list that is too long or holds something else than counts")

@@ -1,0 +1,132 @@
+"""One I/O thread for all links of a transport: sockets, calls from other threads, and a last look before it sleeps.
+
+The thread blocks in the selector and costs nothing while nothing happens. `before_sleep` hooks exist for libraries with
+their own progress (UCX): a hook does its work and says whether the thread may block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+
+
+class HasFileno(Protocol):
+    """What a selector can watch."""
+
+    def fileno(self) -> int: ...
+
+
+class IoLoop:
+    """A selector on a thread. `call` works from any thread; everything else only on the loop's own."""
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._woken)
+        self._hooks: list[Callable[[], bool]] = []
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin; call once."""
+        self._thread.start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run it soon on the loop's thread."""
+        self._calls.append(function)
+        # A full pipe has rung already; a closed one has no thread to wake.
+        with contextlib.suppress(OSError):
+            self._ring.send(b"!")
+
+    def stop(self, last: Callable[[], None]) -> None:
+        """Run `last` on the loop, then end its thread and wait for that. Idempotent."""
+        if not self._running:
+            return
+
+        def finish() -> None:
+            last()
+            self._running = False
+
+        self.call(finish)
+        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the thread {self._thread.name} did not end within {_STOP_TIMEOUT_S} s")
+        self._selector.close()
+        self._bell.close()
+        self._ring.close()
+
+    def watch(self, source: HasFileno | int, events: int, callback: Callable[[int], None]) -> None:
+        """Call back with the ready events; a second `watch` of the same source replaces the first."""
+        try:
+            self._selector.modify(source, events, callback)
+        except KeyError:
+            self._selector.register(source, events, callback)
+
+    def unwatch(self, source: HasFileno | int) -> None:
+        """Forget a source; before it is closed."""
+        self._selector.unregister(source)
+
+    def before_sleep(self, hook: Callable[[], bool]) -> None:
+        """Before each wait: `hook()` works and returns True if blocking is fine."""
+        self._hooks.append(hook)
+
+    def remove_hook(self, hook: Callable[[], bool]) -> None:
+        """Undo `before_sleep`."""
+        self._hooks.remove(hook)
+
+    def after(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Run it on the loop once `delay_s` has passed."""
+        self._timers.append((time.monotonic() + delay_s, function))
+
+    def _run(self) -> None:
+        while self._running:
+            timeout_s = self._timeout_s()
+            may_sleep = [self._guard(hook) for hook in list(self._hooks)]
+            if self._calls or False in may_sleep:
+                timeout_s = 0.0
+            for key, events in self._selector.select(timeout_s):
+                self._guard(partial(key.data, events))
+            while self._calls:
+                self._guard(self._calls.popleft())
+            self._run_timers()
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        due = [function for due_s, function in self._timers if due_s <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for function in due:
+            self._guard(function)
+
+    def _timeout_s(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, min(due_s for due_s, _ in self._timers) - time.monotonic())
+
+    def _woken(self, events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while len(self._bell.recv(4096)) == 4096:
+                pass
+
+    def _guard(self, function: Callable[[], Any]) -> Any:
+        """A bug in one callback must not end the thread on which all links of this worker live."""
+        try:
+            return function()
+        except Exception:
+            logger.exception("a transfer callback failed")
+            return None

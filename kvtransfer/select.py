@@ -1,0 +1,64 @@
+"""Which transports exist here, and which one a pair of workers uses. Imports ucxx only when asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtransfer.errors import TransferError
+from kvtransfer.inproc import InprocHub, InprocTransport
+from kvtransfer.tcp import tcp_transport
+from kvtransfer.transport import Transport
+from kvtransfer.types import PeerId
+
+PREFERENCE = ("inproc", "ucx", "tcp")
+"""Best first."""
+
+
+def ucx_available() -> tuple[bool, str]:
+    """Whether `ucx` can be used in this process, and which version or why not."""
+    try:
+        import kvtransfer.ucx as module
+    except Exception as error:  # a broken UCX library fails in many ways, all of which mean "not here"
+        return False, f"{type(error).__name__}: {error}; install ucxx-cu12 or ucxx-cu13, or use the transport tcp"
+    return True, f"UCX {module.version()}"
+
+
+def make_transport(
+    scheme: str,
+    me: PeerId,
+    region: memoryview,
+    *,
+    host: str = "127.0.0.1",
+    advertise: str | None = None,
+    hub: InprocHub | None = None,
+    ucx_error_handling: bool = True,
+) -> Transport:
+    """A transport of that scheme over a writable region. Raises `TransferError` when it cannot be had here.
+
+    `host` (an IP address) is bound, `advertise` (default: the same) is told to peers; `hub` is needed by `inproc`.
+    `ucx_error_handling=False` lets UCX use shared memory between peers of one host, see `kvtransfer.ucx`.
+    """
+    if scheme == "inproc":
+        if hub is None:
+            raise TransferError("the transport inproc needs the hub of this process")
+        return InprocTransport(me, region, hub)
+    if scheme == "tcp":
+        return tcp_transport(me, region, host=host, advertise=advertise)
+    if scheme == "ucx":
+        usable, why = ucx_available()
+        if not usable:
+            raise TransferError(f"the transport ucx cannot be used: {why}")
+        from kvtransfer.ucx import UcxOptions, ucx_transport
+
+        options = UcxOptions(error_handling=ucx_error_handling)
+        return ucx_transport(me, region, host=host, advertise=advertise, options=options)
+    raise TransferError(f"no transport {scheme!r}; there are {', '.join(PREFERENCE)}")
+
+
+def choose(ours: Iterable[str], theirs: Iterable[str]) -> str:
+    """The best scheme that both ends have. Raises `TransferError` naming both sides if there is none."""
+    mine, yours = set(ours), set(theirs)
+    for scheme in PREFERENCE:
+        if scheme in mine & yours:
+            return scheme
+    raise TransferError(f"no common transport: here {sorted(mine)}, there {sorted(yours)}")

@@ -1,0 +1,477 @@
+"""Transports between processes: one authenticated control connection per link, and a payload road beside or on it.
+
+A *link* runs from one source to one destination; a pair that sends both ways has two. Its connection carries
+
+    destination                       source
+        CHALLENGE  ─────────────────▶            who are you?
+                   ◀─────────────────  HELLO     two names, a proof, what the payload road needs
+        WELCOME    ─────────────────▶            the same back
+                   ◀─────────────────  OFFER     per push: "I have these spans"
+        TAKE       ─────────────────▶            receives are posted, go (or REFUSE and why)
+                   ◀═════════════════  payload   on the connection (tcp) or beside it (ucx)
+        ACK        ─────────────────▶            all in place (or why not)
+
+Nothing moves before the destination has said where it belongs, so refused bytes need no draining, a withdrawn offer
+costs nothing, and no peer can make this side buffer what it did not ask for. The price is one round trip per push,
+hidden as soon as two pushes are in flight. A link ends as a whole (connection lost, protocol error, peer forgotten,
+transport closed): its payload road is torn down first, then every push and take ends with the reason. The next offer
+dials anew; only a forgotten incarnation stays out.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer import frames, handshake
+from kvtransfer.connection import Connection
+from kvtransfer.errors import TransferError
+from kvtransfer.frames import FrameError, Header, Kind
+from kvtransfer.handshake import WiredAddress
+from kvtransfer.io_loop import IoLoop
+from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
+from kvtransfer.types import Offer, PeerId, PeerLost, Span
+
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_STRANGERS = 64
+"""Connections that have not proved themselves yet; more are closed at once."""
+
+
+class Payload(Protocol):
+    """The payload road of one link; lives on the I/O thread."""
+
+    def blob(self) -> bytes:
+        """What the other end needs to know; travels in the handshake."""
+        ...
+
+    def attach(self, blob: bytes) -> None:
+        """The other end's blob. Raises `TransferError` if it cannot be used."""
+        ...
+
+    def runs(self, spans: Sequence[Span]) -> tuple[int, ...]:
+        """Source: neighbouring spans, for the offer; empty if the road does not care."""
+        ...
+
+    def receive(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> tuple[int, ...]:
+        """Destination: make ready; the runs in which the source shall send."""
+        ...
+
+    def send(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> None:
+        """Source: the destination is ready."""
+        ...
+
+    def data(self, header: Header) -> None:
+        """A DATA frame arrived. Raises `FrameError` on roads that use none."""
+        ...
+
+    def close(self) -> None:
+        """Afterwards this road touches no memory. No more callbacks."""
+        ...
+
+
+class Road(Protocol):
+    """What a link gives its payload: the connection, and where ends are reported (serial, error)."""
+
+    connection: Connection
+
+    def payload_done(self, serial: int, error: str = "") -> None: ...
+
+
+class PayloadMaker(Protocol):
+    """Makes a payload road for a new link."""
+
+    def __call__(self, loop: IoLoop, road: Road, region: memoryview) -> Payload: ...
+
+
+@dataclass(slots=True)
+class _Push:
+    offer: Offer
+    spans: Sequence[Span]
+    using_memory: bool = False
+    answer: str | None = None
+
+
+class _Outgoing:
+    """The source's end of a link."""
+
+    def __init__(self, transport: WiredTransport, peer: PeerId, address: WiredAddress) -> None:
+        self.peer = peer
+        self.connection: Connection
+        self._dialling: socket.socket | None = None
+        self._transport = transport
+        self._address = address
+        self._pushes: dict[int, _Push] = {}
+        self._last_serial = 0
+        self._nonces = (b"", b"")
+        self._payload: Payload | None = None
+        self._ready = False
+        self._ended = False
+        self._dial()
+
+    def offer(self, offer: Offer, spans: Sequence[Span]) -> None:
+        self._last_serial += 1
+        self._pushes[self._last_serial] = _Push(offer, spans)
+        if self._ready:
+            self._announce(self._last_serial)
+
+    def payload_done(self, serial: int, error: str = "") -> None:
+        push = self._pushes.get(serial)
+        if push is not None:
+            push.using_memory = False
+            push.answer = error or push.answer
+            self._end_if_done(serial, push)
+
+    def end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._dialling is not None:
+            self._transport.loop.unwatch(self._dialling)
+            self._dialling.close()
+        else:
+            self.connection.close(reason)
+        if self._payload is not None:
+            self._payload.close()
+        for push in self._pushes.values():
+            self._transport.emit(Sent(push.offer.key, push.offer.push_id, reason))
+        self._pushes.clear()
+        self._transport.outgoing_ended(self, reason)
+
+    # -- dialling
+
+    def _give_up(self) -> None:
+        if not self._ready:
+            self.end("no answer to the handshake")
+
+    def _dial(self) -> None:
+        sock = socket.socket(_family(self._address.host), socket.SOCK_STREAM)
+        sock.setblocking(False)
+        self._dialling = sock
+        self._transport.loop.watch(sock, selectors.EVENT_WRITE, lambda events: self._dialled(sock))
+        self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
+        sock.connect_ex((self._address.host, self._address.port))
+
+    def _dialled(self, sock: socket.socket) -> None:
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self.end(f"cannot connect to {self._address.host}:{self._address.port}: {os.strerror(error)}")
+            return
+        self._transport.loop.unwatch(sock)
+        self._dialling = None
+        self.connection = Connection(sock, self._transport.loop, self._frame, self.end)
+
+    # -- frames
+
+    def _frame(self, header: Header, body: bytes) -> None:
+        match header.kind:
+            case Kind.CHALLENGE if self._payload is None:
+                self._challenged(*frames.decode_fields(body, bytes))
+            case Kind.WELCOME if self._payload is not None and not self._ready:
+                self._welcomed(*frames.decode_fields(body, bytes, bytes))
+            case Kind.TAKE if self._ready:
+                self._taken(header.serial, frames.decode_runs(body))
+            case Kind.REFUSE | Kind.ACK if self._ready:
+                self._answered(header, *frames.decode_fields(body, str))
+            case _:
+                raise FrameError(f"{header.kind.name} out of turn")
+
+    def _challenged(self, challenge: bytes) -> None:
+        self._nonces = challenge, handshake.new_nonce()
+        self._payload = self._transport.make_payload(self._transport.loop, self, self._transport.region)
+        blob = self._payload.blob()
+        proof = self._proof("hello", blob)
+        me = self._transport.me
+        self.connection.send(
+            frames.encode(Kind.HELLO, 0, self._nonces[1], me, self.peer, self._transport.scheme, blob, proof)
+        )
+
+    def _welcomed(self, blob: bytes, proof: bytes) -> None:
+        assert self._payload is not None
+        if not handshake.proves(self._proof("welcome", blob), proof):
+            raise FrameError("the listener does not know its own address")
+        self._payload.attach(blob)
+        self._ready = True
+        for serial in list(self._pushes):
+            self._announce(serial)
+
+    def _announce(self, serial: int) -> None:
+        assert self._payload is not None
+        push = self._pushes[serial]
+        self.connection.send(frames.encode_offer(serial, push.offer, self._payload.runs(push.spans)))
+
+    def _taken(self, serial: int, runs: tuple[int, ...]) -> None:
+        assert self._payload is not None
+        push = self._pushes.get(serial)
+        if push is None or push.using_memory or (runs and sum(runs) != len(push.spans)):
+            raise FrameError(f"TAKE for push {serial}, which is not waiting for it")
+        push.using_memory = True
+        self._payload.send(serial, push.spans, runs)
+
+    def _answered(self, header: Header, error: str) -> None:
+        push = self._pushes.get(header.serial)
+        if push is None:
+            raise FrameError(f"{header.kind.name} for push {header.serial}, which is not open")
+        push.answer = f"refused: {error}" if header.kind is Kind.REFUSE else error
+        self._end_if_done(header.serial, push)
+
+    def _end_if_done(self, serial: int, push: _Push) -> None:
+        if push.answer is not None and not push.using_memory:
+            del self._pushes[serial]
+            self._transport.emit(Sent(push.offer.key, push.offer.push_id, push.answer))
+
+    def _proof(self, role: str, blob: bytes) -> bytes:
+        return handshake.proof(self._address.token, role, *self._nonces, self._transport.me, self.peer, blob)
+
+
+class _Incoming:
+    """The destination's end of a link."""
+
+    def __init__(self, transport: WiredTransport, sock: socket.socket) -> None:
+        self.peer: PeerId | None = None
+        self._transport = transport
+        self._takes: dict[int, Offer] = {}
+        self._challenge = handshake.new_nonce()
+        self._payload: Payload | None = None
+        self._ended = False
+        self.connection = Connection(sock, transport.loop, self._frame, self.end, frames.MAX_HANDSHAKE_BYTES)
+        self.connection.send(frames.encode(Kind.CHALLENGE, 0, self._challenge))
+        transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
+
+    def payload_done(self, serial: int, error: str = "") -> None:
+        offer = self._takes.pop(serial, None)
+        if offer is not None:
+            self._transport.emit(Taken(offer, error))
+            self.connection.send(frames.encode(Kind.ACK, serial, error))
+
+    def end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.connection.close(reason)
+        if self._payload is not None:
+            self._payload.close()
+        for offer in self._takes.values():
+            self._transport.emit(Taken(offer, reason))
+        self._takes.clear()
+        self._transport.incoming_ended(self, reason)
+
+    def _give_up(self) -> None:
+        if self.peer is None:
+            self.end("no handshake")
+
+    def _frame(self, header: Header, body: bytes) -> None:
+        match header.kind:
+            case Kind.HELLO if self.peer is None:
+                self._greeted(*frames.decode_fields(body, bytes, str, str, str, bytes, bytes))
+            case Kind.OFFER if self.peer is not None:
+                self._offered(header.serial, *frames.decode_offer(body))
+            case Kind.DATA if self._payload is not None:
+                self._payload.data(header)
+            case _:
+                raise FrameError(f"{header.kind.name} out of turn")
+
+    def _greeted(self, nonce: bytes, source: str, destination: str, scheme: str, blob: bytes, proof: bytes) -> None:
+        transport = self._transport
+
+        def expected(role: str, blob: bytes) -> bytes:
+            return handshake.proof(transport.token, role, self._challenge, nonce, source, destination, blob)
+
+        if not handshake.proves(expected("hello", blob), proof):
+            raise FrameError("a stranger: the proof is wrong")
+        if (destination, scheme) != (transport.me, transport.scheme):
+            raise FrameError(f"{source} looks for {destination} over {scheme}, not {transport.me}")
+        if transport.is_fenced(source):
+            raise FrameError(f"{source} was forgotten")
+        self.peer = source
+        self.connection.max_body_bytes = frames.MAX_BODY_BYTES
+        self._payload = transport.make_payload(transport.loop, self, transport.region)
+        self._payload.attach(blob)
+        transport.admitted(self)
+        ours = self._payload.blob()
+        self.connection.send(frames.encode(Kind.WELCOME, 0, ours, expected("welcome", ours)))
+
+    def _offered(self, serial: int, offer: Offer, runs: tuple[int, ...]) -> None:
+        assert self._payload is not None
+        if offer.source != self.peer or serial in self._takes:
+            raise FrameError(f"{self.peer} offers in the name of {offer.source}, serial {serial}")
+        spans = self._transport.accept(offer)
+        if isinstance(spans, Refused):
+            self.connection.send(frames.encode(Kind.REFUSE, serial, spans.reason))
+            return
+        self._takes[serial] = offer
+        wanted = self._payload.receive(serial, spans, runs)
+        self.connection.send(frames.encode(Kind.TAKE, serial, wanted))
+
+
+class WiredTransport:
+    """A `Transport` over links; what differs between tcp and ucx is the payload road they are given."""
+
+    def __init__(
+        self,
+        scheme: str,
+        me: PeerId,
+        region: memoryview,
+        make_payload: PayloadMaker,
+        *,
+        host: str = "127.0.0.1",
+        advertise: str | None = None,
+    ) -> None:
+        """`host` (an IP address) is bound; `advertise`, default the same, is what peers dial."""
+        self.scheme = scheme
+        self.me = me
+        self.region = region.cast("B") if region.format != "B" else region
+        self.make_payload = make_payload
+        self.token = handshake.new_token()
+        self.loop = IoLoop(f"kv-{scheme}")
+        self._acceptor: Acceptor = lambda offer: Refused("not started")
+        self._wake: Callable[[], None] = lambda: None
+        self._events: deque[TransportEvent] = deque()
+        self._addresses: dict[PeerId, WiredAddress] = {}
+        self._fenced: set[PeerId] = set()
+        self._outgoing: dict[PeerId, _Outgoing] = {}
+        self._incoming: dict[PeerId, _Incoming] = {}
+        self._strangers: set[_Incoming] = set()
+        self._closed = False
+        self._listener = _listen(host)
+        self._address = WiredAddress(advertise or host, self._listener.getsockname()[1], self.token)
+
+    # -- the owner's side
+
+    def start(self, acceptor: Acceptor, wake: Callable[[], None]) -> None:
+        self._acceptor, self._wake = acceptor, wake
+        self.loop.watch(self._listener, selectors.EVENT_READ, self._knocked)
+        self.loop.start()
+
+    def address(self) -> bytes:
+        return self._address.pack()
+
+    def connect(self, peer: PeerId, address: bytes) -> None:
+        where = WiredAddress.unpack(address)
+        _family(where.host)
+        if peer in self._fenced:
+            raise TransferError(f"{peer} was forgotten; only a new incarnation can be connected")
+        if self._addresses.get(peer) != where:
+            self._addresses[peer] = where
+            self.loop.call(lambda: self._link(peer))
+
+    def offer(self, offer: Offer, spans: Sequence[Span]) -> None:
+        if self._closed or offer.destination not in self._addresses:
+            self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} is not connected"))
+            return
+        self.loop.call(lambda: self._offer(offer, spans))
+
+    def poll(self) -> list[TransportEvent]:
+        events: list[TransportEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def forget(self, peer: PeerId) -> None:
+        self._fenced.add(peer)
+        self._addresses.pop(peer, None)
+        self.loop.call(lambda: self._end_links(peer, f"{peer} was forgotten"))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.loop.stop(self._shut)
+
+    # -- the links' side, on the I/O thread
+
+    def accept(self, offer: Offer) -> Sequence[Span] | Refused:
+        return self._acceptor(offer)
+
+    def emit(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def is_fenced(self, peer: PeerId) -> bool:
+        return peer in self._fenced
+
+    def admitted(self, link: _Incoming) -> None:
+        assert link.peer is not None
+        self._strangers.discard(link)
+        before = self._incoming.pop(link.peer, None)
+        if before is not None:
+            before.end(f"{link.peer} connected anew")
+        self._incoming[link.peer] = link
+
+    def outgoing_ended(self, link: _Outgoing, reason: str) -> None:
+        if self._outgoing.get(link.peer) is link:
+            del self._outgoing[link.peer]
+            self._lost(link.peer, reason)
+
+    def incoming_ended(self, link: _Incoming, reason: str) -> None:
+        self._strangers.discard(link)
+        if link.peer is not None and self._incoming.get(link.peer) is link:
+            del self._incoming[link.peer]
+            self._lost(link.peer, reason)
+
+    def _lost(self, peer: PeerId, reason: str) -> None:
+        if not self._closed and peer not in self._fenced:
+            self.emit(PeerLost(peer, reason))
+
+    def _knocked(self, events: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            sock.close()
+            return
+        self._strangers.add(_Incoming(self, sock))
+
+    def _link(self, peer: PeerId) -> _Outgoing | None:
+        address = self._addresses.get(peer)
+        if address is None:
+            return None
+        link = self._outgoing.get(peer)
+        if link is None:
+            link = self._outgoing[peer] = _Outgoing(self, peer, address)
+        return link
+
+    def _offer(self, offer: Offer, spans: Sequence[Span]) -> None:
+        link = self._link(offer.destination)
+        if link is None:
+            self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} was forgotten"))
+        else:
+            link.offer(offer, spans)
+
+    def _end_links(self, peer: PeerId, reason: str) -> None:
+        for link in (self._outgoing.get(peer), self._incoming.get(peer)):
+            if link is not None:
+                link.end(reason)
+
+    def _shut(self) -> None:
+        self.loop.unwatch(self._listener)
+        self._listener.close()
+        links: list[_Outgoing | _Incoming] = [*self._outgoing.values(), *self._incoming.values(), *self._strangers]
+        for link in links:
+            link.end(f"{self.me} closed")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError as error:
+        raise TransferError(f"transfer hosts are IP addresses, not {host!r}") from error
+    return socket.AF_INET6 if version == 6 else socket.AF_INET
+
+
+def _listen(host: str) -> socket.socket:
+    listener = socket.socket(_family(host), socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setblocking(False)
+    try:
+        listener.bind((host, 0))
+    except OSError as error:
+        listener.close()
+        raise TransferError(f"cannot listen on {host}: {error.strerror}") from error
+    listener.listen(MAX_STRANGERS)
+    return listener

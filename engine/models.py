@@ -1,0 +1,90 @@
+"""One decoder for the whole family: what differs between Llama, Mistral, Qwen2 and Qwen3 is data in `ModelConfig`.
+
+A step arrives as one flat batch of tokens of many sequences. Everything but attention is per token, so prompts and
+decodes run through the same products together; attention is handed in as an object that knows the step's sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.model_config import ModelConfig
+from engine.rope import Rotary, rotate
+from engine.weights import Layer, Linear, Norm, Weights, tensors
+
+
+class Attention(Protocol):
+    """Attention over the sequences of one step: writes a layer's new keys and values, then attends."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """`q` (tokens, heads, head_dim), `k` and `v` (tokens, kv_heads, head_dim) → (tokens, heads, head_dim)."""
+
+
+class Decoder:
+    """A decoder-only transformer over given weights. Stateless between calls: KV lives in the pool."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self._rotary = Rotary(config, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors(self.weights))
+
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        """Hidden states (tokens, hidden_size) after the last layer, not yet normed: give `logits` the rows wanted.
+
+        `token_ids`, `positions` and `lengths` are (tokens,) int64; for `lengths` see `Rotary.angles`.
+        """
+        cos, sin = self._rotary.angles(positions, lengths)
+        x = F.embedding(token_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
+            x = x + self._attention(index, layer, x, cos, sin, attend)
+            x = x + self._mlp(layer, x)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits (rows, vocab_size) of hidden states (rows, hidden_size)."""
+        return F.linear(self._norm(hidden, self.weights.norm), self.weights.lm_head).to(torch.float32)
+
+    def _attention(
+        self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = _linear(self._norm(x, layer.input_norm), layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(qkv[:, :heads], layer.q_norm), self._norm(qkv[:, heads:-kv_heads], layer.k_norm)
+            qk = torch.cat((q, k), dim=1)
+        else:
+            qk = qkv[:, :-kv_heads]
+        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        mixed = attend(index, q, k, qkv[:, -kv_heads:], config.windows[index])
+        return _linear(mixed.reshape(-1, heads * config.head_dim), layer.output)
+
+    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = _linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+        return _linear(F.silu(gate).mul_(up), layer.down)
+
+    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, self.config.norm_eps)
+
+
+def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    return F.linear(x, linear.weight, linear.bias)

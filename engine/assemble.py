@@ -12,13 +12,18 @@ from engine.loaders import load_model
 from engine.runner import ModelRunner
 
 
-def assemble(config: EngineConfig) -> tuple[ModelRunner, ModelFacts, memoryview]:
-    """Runner, facts and the pool's bytes. Raises ModelError for the checkpoint, ConfigError when no block fits."""
+def assemble(config: EngineConfig) -> tuple[ModelRunner, ModelFacts, memoryview | None]:
+    """Runner, facts and the pool's bytes (None when it is in a device's memory).
+
+    Raises ModelError for the checkpoint, ConfigError when no block fits.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     shape = loaded.config
-    one = KVLayout(1, shape.layers, shape.kv_heads, shape.head_dim, config.block_size, config.kv_dtype or config.dtype)
+    one = KVLayout(
+        1, shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, config.kv_dtype or config.dtype
+    )
     num_blocks = config.num_blocks or config.kv_memory_bytes // one.block_bytes
     if not num_blocks:
         remedy = f"at least {one.block_bytes}, the bytes of one KV block"
@@ -29,10 +34,11 @@ def assemble(config: EngineConfig) -> tuple[ModelRunner, ModelFacts, memoryview]
         model=config.model,
         model_digest=loaded.digest,
         layout=layout.describe(),
-        max_model_len=shape.max_model_len,
+        max_model_len=shape.context_length,
         vocab_size=shape.vocab_size,
         block_bytes=layout.block_bytes,
         total_blocks=num_blocks,
         eos_token_ids=shape.eos_token_ids,
     )
-    return ModelRunner(loaded.model, pool), facts, pool.bytes()
+    on_host = pool.device.type == "cpu"
+    return ModelRunner(loaded.model, pool), facts, pool.bytes() if on_host else None

@@ -92,7 +92,7 @@ class Engine:
         hasher = PrefixHasher(config.prefix_hash, root) if config.prefix_caching else None
         self._runner = runner
         self._clock = clock
-        self._memory = memory if memory is not None else memoryview(b"")
+        self._memory = memory
         self._pool = BlockPool(facts.total_blocks)
         self._roster = Roster(self._pool, config.block_size, hasher)
         self._times = StepTimeModel()
@@ -117,7 +117,12 @@ class Engine:
         return cls(config, runner, facts, memory=memory, clock=clock)
 
     def pool_bytes(self) -> memoryview:
-        """Writable bytes of the KV pool; block i is [i * block_bytes, (i + 1) * block_bytes)."""
+        """Writable bytes of the KV pool; block i is [i * block_bytes, (i + 1) * block_bytes).
+
+        Raises TypeError when the pool is not in host memory.
+        """
+        if self._memory is None:
+            raise TypeError("the KV pool is not in host memory")
         return self._memory
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -201,7 +201,10 @@ class TransferEngine:
         return push.offer.push_id
 
     def withdraw(self, key: LeaseKey) -> None:
-        """Stop sending into `key`: what was not offered yet fails now, and `Quiet` follows the rest. Idempotent."""
+        """Stop sending into `key`: what was not offered yet fails now, and one `Quiet` follows the rest.
+
+        A key without pushes is answered at the next `poll`; asking again while a `Quiet` is owed adds none.
+        """
         if key in self._withdrawn:
             return
         self._withdrawn.add(key)
@@ -224,15 +227,13 @@ class TransferEngine:
             self._leases[key] = _Lease(source, tuple(spans), set(range(len(spans))))
 
     def close(self, key: LeaseKey) -> None:
-        """End a lease: later bytes are refused, and `Quiet` follows when none is in flight. Idempotent.
+        """End a lease: later bytes are refused, and one `Quiet` follows when none is in flight.
 
-        A key that is not open is quiet already and is answered so.
+        Idempotent: for a lease that is closed already, or was never open, nothing more happens.
         """
         with self._lock:
             lease = self._leases.get(key)
-            if lease is None:
-                self._events.append(Quiet(key))
-            elif not lease.closing:
+            if lease is not None and not lease.closing:
                 lease.closing = True
                 self._quiet_if_closed(key, lease)
 

@@ -77,7 +77,7 @@ class SlaClass:
     ttft_s: float | None = None
     itl_s: float | None = None
     priority: int = 0
-    timeout_s: float | None = None
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class TimeoutsSection:
     lease_s: float = 10.0
     connect_s: float = 2.0
     request_s: float = 600.0
-    """For classes that name no timeout."""
+    """For classes that name no timeout; `load_config` writes it into them."""
     start_s: float = 180.0
     drain_s: float = 30.0
     restart_backoff_s: float = 1.0
@@ -152,11 +152,6 @@ class TandemConfig:
     cluster: ClusterSection = ClusterSection()
     warnings: tuple[str, ...] = ()
     """What is allowed but looks like a mistake, for the start to show."""
-
-    def timeout_s(self, sla_class: str) -> float:
-        """From arrival to end, for a request of this class (an unknown class is as `default`)."""
-        chosen = self.classes.get(sla_class, self.classes["default"])
-        return self.timeouts.request_s if chosen.timeout_s is None else chosen.timeout_s
 
 
 def default_config() -> TandemConfig:

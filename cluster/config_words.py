@@ -1,0 +1,72 @@
+"""A config in words, for `tandem config check`: what it will do, in the order in which people ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.config import PoolSection, SlaClass, TandemConfig
+
+
+def describe(config: TandemConfig) -> str:
+    """Several lines of plain text, warnings last."""
+    return "\n".join(_lines(config))
+
+
+def _lines(config: TandemConfig) -> Iterator[str]:
+    model, routing, gateway = config.model, config.routing, config.gateway
+    where = f"from {model.path}" if model.path else "the built-in checkpoint"
+    cache = f"prefix caching on ({model.prefix_hash} hashes)" if model.prefix_caching else "prefix caching off"
+    yield f"Model {model.name} ({where}) in {model.dtype} on {model.device}, KV cache in"
+    yield f"  {model.kv_dtype or model.dtype} with blocks of {model.block_size} tokens; {cache}."
+    if model.max_model_len:
+        yield f"  Prompt and answer together have at most {model.max_model_len} tokens."
+    yield _pool("Prefill", config.pools.prefill)
+    yield _pool("Decode", config.pools.decode)
+    yield f"Requests are routed by the policy {routing.policy}; {_LOCAL[routing.local_prefill]}."
+    for sla in config.classes.values():
+        yield _class(sla)
+    yield f"The gateway listens on {gateway.host}: HTTP on port {gateway.http_port}, gRPC on port {gateway.grpc_port};"
+    secured = "with TLS" if gateway.tls else "without TLS"
+    key = f"clients need the key in ${gateway.api_key_env}" if gateway.api_key_env else "anybody who reaches it may ask"
+    yield f"  {secured}, {key}; at most {gateway.max_streams} streams at once."
+    sums = "with" if config.transfer.checksums else "without"
+    yield f"KV moves over {', else '.join(config.transfer.transports)}, {sums} checksums."
+    times = config.timeouts
+    yield f"A worker silent for {_time(times.suspect_s)} is avoided, for {_time(times.fence_s)} fenced and restarted;"
+    yield f"  after {times.max_start_failures} failed starts in a row it is given up."
+    yield from (f"Warning: {warning}" for warning in config.warnings)
+
+
+_LOCAL = {
+    "auto": "a decode worker computes a prompt itself when that is faster and breaks no promise",
+    "never": "prompts are always computed by prefill workers",
+    "always": "decode workers compute all prompts themselves",
+}
+
+
+def _pool(name: str, pool: PoolSection) -> str:
+    workers = _count(pool.count, "worker")
+    memory = _count(pool.num_blocks, "KV block") if pool.num_blocks else f"{_size(pool.kv_memory_bytes)} of KV cache"
+    step = f"steps of up to {_count(pool.max_num_batched_tokens, 'token')} and {_count(pool.max_num_seqs, 'sequence')}"
+    return f"{name}: {workers}, each with {_count(pool.threads, 'thread')}, {memory}, {step}."
+
+
+def _class(sla: SlaClass) -> str:
+    first = f"first token within {_time(sla.ttft_s)}" if sla.ttft_s is not None else "no promise for the first token"
+    next_ = f"then one every {_time(sla.itl_s)}" if sla.itl_s is not None else "none between tokens"
+    return f"Class {sla.name}: {first}, {next_}; priority {sla.priority}, ended after {_time(sla.timeout_s)}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:g} ms" if seconds < 1 else f"{seconds:g} s"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:g} {unit}"
+    return f"{num_bytes} bytes"

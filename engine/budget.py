@@ -8,10 +8,15 @@ from engine.step_times import StepShape, predict_s
 from engine.types import StepTimes
 
 MARGIN = 0.9
-"""Of the promised time between tokens, what a step may be predicted to take; the rest is for sending and for error."""
+"""Of the promised time between tokens, what a step may take at all; the rest is for sending."""
 PATIENCE_S = 5.0
 """Prompt work without a TTFT promise may wait this long before its least share grows."""
 MOST_AGED = 4
+
+
+def step_limit_s(promise_s: float, times: StepTimes) -> float:
+    """What a step may be predicted to take, so that it keeps the promise even when the prediction errs as usual."""
+    return MARGIN * promise_s / (1 + min(times.prefill_error, 1.0))
 
 
 def prompt_tokens_within(times: StepTimes, decodes: StepShape, start: int, limit_s: float) -> int:

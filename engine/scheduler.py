@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.budget import MARGIN, least_share, prompt_tokens_within
+from engine.budget import least_share, prompt_tokens_within, step_limit_s
 from engine.config import EngineConfig
 from engine.roster import Roster
 from engine.sequence import Sequence, State, finish_reason
@@ -213,7 +213,8 @@ class Scheduler:
             return draft.tokens
         tightest = min(promises)
         beside = StepShape(decodes=len(decodes), decode_context=sum(seq.computed for seq in decodes))
-        kept = prompt_tokens_within(self._times.times, beside, most_urgent.computed, MARGIN * tightest)
+        times = self._times.times
+        kept = prompt_tokens_within(times, beside, most_urgent.computed, step_limit_s(tightest, times))
         waited = draft.now - most_urgent.arrived_s
         least = least_share(self._roster.block_size, waited, most_urgent.request.ttft_s)
         allowed = min(draft.tokens, max(kept, least))

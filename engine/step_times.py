@@ -20,7 +20,7 @@ _FADE = 0.99
 """What a sample still counts after the next one: a memory of about a hundred steps."""
 _RIDGE = 0.01
 """Weight of the priors, in samples."""
-_ERROR_STEP = 0.1
+_ERROR_STEP = 0.2
 _OUTLIER = 4.0
 """A step this many times slower than predicted was disturbed from outside; it counts as this many times."""
 _TRUST_AFTER = 20

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.budget import MOST_AGED, least_share, prompt_tokens_within
+from engine.budget import MOST_AGED, least_share, prompt_tokens_within, step_limit_s
 from engine.step_times import StepShape, StepTimeModel, predict_s, shape_of
 from engine.types import Chunk, StepTimes
 
@@ -105,3 +105,9 @@ def test_the_least_share_is_a_block_and_grows_with_the_wait_up_to_a_bound() -> N
     assert least_share(16, 4.0, None) == 16
     assert least_share(16, 1e9, 1.0) == 16 * MOST_AGED
     assert least_share(16, -5.0, 1.0) == 16
+
+
+def test_a_model_that_errs_gets_less_of_the_promise() -> None:
+    sure, unsure = StepTimes(prefill_error=0.0), StepTimes(prefill_error=0.5)
+    assert step_limit_s(0.1, sure) < 0.1
+    assert step_limit_s(0.1, unsure) * 1.5 == pytest.approx(step_limit_s(0.1, sure))

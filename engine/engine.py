@@ -130,7 +130,8 @@ class Engine:
     def submit(self, request: Request, *, hold: bool = False) -> None:
         """Queue a request; with `hold` it stops after its first token and keeps its blocks until `release`.
 
-        Raises InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV pool.
+        Its place in the queue follows from its priority and this engine's clock, not from `arrival_s`. Raises
+        InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV pool.
         """
         self._check(request, prompt_only=hold)
         self._roster.add(request, self._clock(), hold=hold)
@@ -139,8 +140,8 @@ class Engine:
     def lease(self, request: Request) -> BlockLease | None:
         """Real blocks for the whole prompt, those with a known prefix included; None when there is no room now.
 
-        A prompt that the cache holds to its last block needs nothing sent (`held_tokens` equals its length). Raises
-        InvalidRequest as `submit` does.
+        A prompt that the cache holds to its last block needs nothing sent (`held_tokens` equals its length). A lease
+        has no deadline here: whoever took it adopts or aborts it. Raises InvalidRequest as `submit` does.
         """
         self._check(request)
         seq = self._roster.lease(request, self._clock())
@@ -222,7 +223,7 @@ class Engine:
         try:
             outcomes = self._outcomes(plan, self._runner.run(plan))
         except Exception as error:  # Whatever a model can raise: its requests end, the engine does not.
-            _log.exception("step failed: %s", plan.reason)
+            _log.exception("step failed for %s", ", ".join(chunk.request_id for chunk in plan.chunks))
             return self._scheduler.failed(plan, f"{type(error).__name__}: {error}")
         self._times.observe(shape_of(plan.chunks), self._clock() - started_s)
         progress = self._scheduler.applied(plan, outcomes)

@@ -36,6 +36,7 @@ class Roster:
         self.prompt_tokens = 0
         self._hasher = hasher
         self._number = 0
+        self._leases = 0
         self._retained: Counter[int] = Counter()
 
     # -- in ------------------------------------------------------------------------------------------------------
@@ -46,11 +47,11 @@ class Roster:
         insort(self.waiting, seq, key=_by_order)
         return seq
 
-    def admit(self, seq: Sequence, headroom: int) -> bool:
-        """Waiting → running, with blocks for all its tokens; False when they and `headroom` more are not there."""
+    def admit(self, seq: Sequence) -> bool:
+        """Waiting → running, with blocks for all its tokens; False when they and room to grow are not there."""
         # Prompt log-probabilities come out of computing; one token at least always does.
         hits = [] if seq.wants_prompt_logprobs else self._match(seq, len(seq.tokens) - 1)
-        if not self._provide(seq, hits, headroom):
+        if not self._provide(seq, hits, self._headroom()):
             return False
         self._leave(self.waiting, seq)
         seq.state = State.RUNNING
@@ -61,12 +62,17 @@ class Roster:
         return True
 
     def lease(self, request: Request, now: float) -> Sequence | None:
-        """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now."""
+        """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now.
+
+        The first in the queue has first call on free blocks: leases granted past it would starve it.
+        """
+        promised = self._blocks_for(self.waiting[0]) if self.waiting else 0
         seq = self._new(request, now, State.LEASED)
         hits = self._match(seq, seq.prompt_len)
-        if not self._provide(seq, hits, self._headroom()):
+        if not self._provide(seq, hits, self._headroom() + promised):
             del self.by_id[request.request_id]
             return None
+        self._leases += 1
         seq.computed = len(hits) * self.block_size
         self._count_lookup(seq, seq.computed)
         return seq
@@ -74,6 +80,7 @@ class Roster:
     def adopt(self, seq: Sequence, first: Iterable[Token]) -> None:
         """Leased → running: the prompt's KV is complete and `first` was already generated."""
         seq.state = State.RUNNING
+        self._leases -= 1
         seq.computed = seq.prompt_len
         for token in first:
             seq.append(token.token_id)
@@ -127,6 +134,8 @@ class Roster:
             self._leave(self.waiting, seq)
         elif seq.state is State.RUNNING:
             self._leave(self.running, seq)
+        elif seq.state is State.LEASED:
+            self._leases -= 1
         self._give_back(seq)
         del self.by_id[seq.request_id]
 
@@ -174,6 +183,8 @@ class Roster:
             assert seq.computed <= len(seq.blocks) * self.block_size, f"{story}: computed beyond its blocks"
             assert seq.state is not State.WAITING or not seq.blocks, f"{story}: waits with blocks"
             assert seq.state in (State.WAITING, State.LEASED) or seq.computed <= len(seq.tokens), f"{story}: too far"
+        leases = sum(seq.state is State.LEASED for seq in self.by_id.values())
+        assert leases == self._leases, f"{leases} leases, {self._leases} counted"
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_by_order), "a queue is out of order"
             assert all(self.by_id.get(seq.request_id) is seq for seq in queue), "a queue holds a stranger"
@@ -188,15 +199,18 @@ class Roster:
         return seq
 
     def _headroom(self) -> int:
-        """One block for each running sequence to grow into, so that a newcomer is not preempted at once."""
-        return len(self.running)
+        """One block for each sequence that will grow, so that a newcomer is not preempted at once."""
+        return len(self.running) + self._leases
+
+    def _blocks_for(self, seq: Sequence) -> int:
+        return -(-len(seq.tokens) // self.block_size)
 
     def _match(self, seq: Sequence, length: int) -> list[int]:
         return self.pool.match(self.block_keys(seq, length))
 
     def _provide(self, seq: Sequence, hits: list[int], headroom: int) -> bool:
         """Blocks for all tokens: `hits` and fresh ones. All or none."""
-        total = -(-len(seq.tokens) // self.block_size)
+        total = self._blocks_for(seq)
         taken = total - sum(self.pool.is_live(block) for block in hits)
         if taken + headroom > self.pool.available:
             return False

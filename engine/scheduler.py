@@ -58,7 +58,8 @@ class _Draft:
     preempted: list[str] = field(default_factory=list)
     blocked: Sequence | None = None
     refusals: int = 0
-    coming: set[bytes] | None = None
+    coming: dict[bytes, Sequence] | None = None
+    """Who is computing which block at the moment."""
     limit: str = ""
 
     def give(self, seq: Sequence, tokens: int) -> None:
@@ -136,7 +137,7 @@ class Scheduler:
             return
         spare = draft.tokens - self._prompt_limit(draft, candidates[0])
         draft.tokens -= spare
-        most_urgent = next((seq for seq in candidates if self._enters(seq, draft)), None)
+        most_urgent = self._most_urgent(candidates, draft)
         if most_urgent is None:
             return
         others = sorted((seq for seq in candidates if seq is not most_urgent), key=lambda seq: seq.remaining)
@@ -148,6 +149,16 @@ class Scheduler:
             if self._enters(seq, draft):
                 self._give_share(seq, draft, draft.tokens)
         self._give_share(most_urgent, draft, draft.tokens)
+
+    def _most_urgent(self, candidates: list[Sequence], draft: _Draft) -> Sequence | None:
+        """The first who can run; or, when that one waits for a neighbour's prefix, the neighbour in its place."""
+        for seq in candidates:
+            if self._enters(seq, draft):
+                return seq
+            neighbour = self._neighbour(seq, draft)
+            if neighbour is not None:
+                return neighbour
+        return None
 
     def _candidates(self, draft: _Draft) -> Iterator[Sequence]:
         """Who has prompt work: running ones, and the front of the queue."""
@@ -169,16 +180,16 @@ class Scheduler:
         roster = self._roster
         if not draft.seats or len(roster.running) >= self._config.max_num_seqs or not self._may_pass(draft):
             return False
-        if self._waits_for_neighbour(seq, draft):
+        if self._neighbour(seq, draft) is not None:
             return False
-        if not roster.admit(seq, headroom=len(roster.running)):
+        if not roster.admit(seq):
             draft.blocked = draft.blocked or seq
             draft.refusals += 1
             return False
         if draft.blocked is not None and draft.blocked.order < seq.order:
             draft.blocked.passes += 1
         if draft.coming is not None:
-            draft.coming.update(self._still_to_come(seq))
+            draft.coming.update(dict.fromkeys(self._still_to_come(seq), seq))
         return True
 
     def _may_pass(self, draft: _Draft) -> bool:
@@ -187,18 +198,18 @@ class Scheduler:
             return True
         return not blocked.preemptions and blocked.passes < MOST_PASSES and draft.refusals < MOST_REFUSALS
 
-    def _waits_for_neighbour(self, seq: Sequence, draft: _Draft) -> bool:
-        """Whether the first block that the cache lacks is on its way: waiting is cheaper than computing it twice."""
+    def _neighbour(self, seq: Sequence, draft: _Draft) -> Sequence | None:
+        """Who is computing the first block that the cache lacks: waiting is cheaper than computing it twice."""
         roster = self._roster
-        if seq.wants_prompt_logprobs:
-            return False
-        keys = roster.block_keys(seq, len(seq.tokens) - 1)
+        keys = [] if seq.wants_prompt_logprobs else roster.block_keys(seq, len(seq.tokens) - 1)
         if not keys:
-            return False
+            return None
         if draft.coming is None:
-            draft.coming = {key for other in roster.running for key in self._still_to_come(other)}
+            draft.coming = {key: other for other in roster.running for key in self._still_to_come(other)}
+        if not draft.coming:
+            return None
         found = len(roster.pool.match(keys))
-        return found < len(keys) and keys[found] in draft.coming
+        return draft.coming.get(keys[found]) if found < len(keys) else None
 
     def _still_to_come(self, seq: Sequence) -> list[bytes]:
         if seq.decoding:

@@ -348,6 +348,36 @@ def test_a_lease_pins_its_hits_and_is_refused_without_room() -> None:
     assert engine.lease(make_request(prompt_of(40, 5), "y")) is not None
 
 
+def test_leases_do_not_starve_who_was_preempted() -> None:
+    prefill, decode = make_engine(), make_engine(12)
+    for i in range(2):
+        decode.submit(make_request(prompt_of(40, i), f"r{i}", max_tokens=100))
+    story = Story(decode)
+    while not decode.load(0.0).preemptions:
+        story.step()
+    assert decode.load(0.0).waiting == 1
+    assert decode.lease(make_request(prompt_of(8, 7), "late")) is None
+    story.run()
+    assert story.tokens("r1") == expected(prompt_of(40, 1), 100)
+    assert handed_over(prefill, decode, make_request(prompt_of(8, 7), "late")).tokens("late")
+
+
+def test_more_adopted_requests_than_seats_all_finish() -> None:
+    prefill, decode = make_engine(), make_engine(max_num_seqs=2)
+    requests = [make_request(prompt_of(20, i), f"r{i}") for i in range(6)]
+    for request in requests:
+        prefill.submit(request, hold=True)
+        first = Story(prefill).run().full(request.request_id)
+        lease = decode.lease(request)
+        assert lease is not None
+        runner_of(prefill).copy(prefill.block_table(request.request_id), runner_of(decode), lease.block_ids)
+        decode.adopt(request, tuple(first))
+    story = Story(decode).run()
+    assert max(len(plan.chunks) for plan in runner_of(decode).plans) == 2
+    for request in requests:
+        assert story.tokens(request.request_id) == expected(request.token_ids, 8)[1:]
+
+
 def test_blocks_of_a_transfer_are_not_reused_before_it_lets_go() -> None:
     engine = make_engine(4)
     engine.submit(make_request(prompt_of(40), "x"), hold=True)

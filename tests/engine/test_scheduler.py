@@ -210,6 +210,19 @@ def test_a_prefix_that_a_neighbour_is_computing_is_waited_for_not_computed_twice
         assert story.tokens(request.request_id) == expected(request.token_ids, 3)
 
 
+def test_the_neighbour_that_an_urgent_request_waits_for_is_not_starved_by_short_ones() -> None:
+    engine = make_engine(256, max_num_batched_tokens=32, max_num_seqs=8)
+    story = Story(engine)
+    engine.submit(make_request((*prompt_of(640), 1), "computing", max_tokens=1))
+    story.step()
+    engine.submit(make_request((*prompt_of(640), 2), "urgent", max_tokens=1, priority=50))
+    for step in range(50):
+        for i in range(5):
+            engine.submit(make_request(prompt_of(8, 10 * step + i), max_tokens=1, priority=10))
+        story.step()
+    assert story.tokens("urgent") == expected((*prompt_of(640), 2), 1)
+
+
 def test_who_waits_for_a_neighbours_prefix_goes_on_when_the_neighbour_is_gone() -> None:
     engine = make_engine(256, max_num_batched_tokens=32)
     engine.submit(make_request((*prompt_of(320), 1), "computing"))

@@ -1,0 +1,260 @@
+"""What Prometheus sees. Every name starts with `tandem_`; times are seconds, sizes bytes.
+
+Requests are counted where they enter and where they end, so that the sums agree at rest:
+`received = ended{outcome="success"} + ended{outcome=<each code>}`, and `in_progress` is the difference.
+Workers are shown from their last report when somebody scrapes: a worker that is gone leaves no series behind.
+
+Labels are bounded: worker, role, scheme, reason, outcome, SLA class and model come from lists that we own; whatever a
+client invents is "unknown". Nothing that a client wrote is ever a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cluster.config import SlaClass, TandemConfig
+from cluster.membership import Health
+from cluster.outcome import Outcome
+from cluster.snapshot import REASONS
+from engine.types import EngineLoad
+from kvtransfer.types import TransferStats
+from tandem.messages import Code, LoadReport
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+UNKNOWN = "unknown"
+SUCCESS = "success"
+
+_FINE_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_COARSE_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """All series of one process, on a registry of their own. Call its methods from one thread."""
+
+    def __init__(self, config: TandemConfig) -> None:
+        self.registry = CollectorRegistry()
+        self._classes = config.classes
+        self._model = config.model.name
+        self.workers = WorkerSeries()
+        self.registry.register(self.workers)
+
+        self._received = self._counter("requests_received", "Requests that entered", "model", "sla_class")
+        self._ended = self._counter("requests_ended", "Requests that ended, by outcome", "outcome", "sla_class")
+        self._in_progress = Gauge("tandem_requests_in_progress", "Received, not ended", registry=self.registry)
+        self._ttft = self._histogram("ttft", "From arrival to the first token", _COARSE_S)
+        self._itl = self._histogram("itl", "Between two tokens of a request", _FINE_S)
+        self._e2e = self._histogram("e2e", "From arrival to the end", _COARSE_S)
+        self._placed = self._histogram("placement", "From arrival to the router's answer", _FINE_S)
+        self._queue = self._histogram("prefill_queue", "In prefill's queue", _COARSE_S)
+        self._exposed = self._histogram("handover_exposed", "From the end of prefill to Commit's answer", _FINE_S)
+        self._promises = self._counter("promises", "Requests by promise and whether it was kept", *_PROMISE_LABELS)
+        self._tokens = self._counter("tokens", "Tokens by kind: prompt, completion, cached", "kind", "sla_class")
+        self._placements = self._counter("placements", "Requests placed, by the router's reason", "reason")
+        self._retries = self._counter("placement_retries", "Placements after the first one of a request")
+        self._handovers = self._counter("handovers", "Requests whose KV moved, by transport", "transport")
+        self._moved = self._counter("handover_kv_bytes", "KV bytes moved, by transport", "transport")
+        self._moving = self._counter("handover_transfer_seconds", "Time on the wire, by transport", "transport")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def received(self, model: str, sla_class: str) -> None:
+        """A request (each sequence of it) entered. Exactly one of `refused` and `observe_outcome` must follow."""
+        self._received.labels(model if model == self._model else UNKNOWN, self._class(sla_class)).inc()
+        self._in_progress.inc()
+
+    def refused(self, code: Code, sla_class: str) -> None:
+        """A received request ended before it was dispatched."""
+        self._end(str(code), sla_class)
+
+    def observe_outcome(self, outcome: Outcome) -> None:
+        """A received request ended in dispatch."""
+        self._end(SUCCESS if outcome.code is None else str(outcome.code), outcome.sla_class)
+        name = self._class(outcome.sla_class)
+        self._observe_times(outcome, name)
+        self._observe_promises(outcome, self._classes.get(outcome.sla_class))
+        self._observe_placement(outcome)
+        self._observe_handover(outcome)
+        kinds = {
+            "prompt": outcome.prompt_tokens,
+            "completion": outcome.completion_tokens,
+            "cached": outcome.cached_tokens,
+        }
+        for kind, tokens in kinds.items():
+            self._tokens.labels(kind, name).inc(tokens)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def observe_report(self, role: str, report: LoadReport) -> None:
+        self.workers.report(report.worker, role, report.load, report.transfers_in_flight)
+
+    def observe_transfers(self, worker: str, stats: Iterable[TransferStats]) -> None:
+        self.workers.transfers(worker, tuple(stats))
+
+    def observe_health(self, worker: str, role: str, health: Health) -> None:
+        self.workers.health(worker, role, health)
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone, and with it its series."""
+        self.workers.forget(worker)
+
+    def expose(self) -> bytes:
+        """The text that `/metrics` answers, of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _end(self, outcome: str, sla_class: str) -> None:
+        self._ended.labels(outcome, self._class(sla_class)).inc()
+        self._in_progress.dec()
+
+    def _observe_times(self, outcome: Outcome, name: str) -> None:
+        """Each histogram counts the requests that reached its stage."""
+        self._e2e.labels(name).observe(outcome.e2e_s)
+        if outcome.placed_s is not None:
+            self._placed.labels(name).observe(outcome.placed_s)
+        if outcome.ttft_s is not None:
+            self._ttft.labels(name).observe(outcome.ttft_s)
+        for gap_s in outcome.itl_s:
+            self._itl.labels(name).observe(gap_s)
+        if outcome.prefill and outcome.report.computed_tokens:
+            self._queue.labels(name).observe(outcome.queue_s)
+
+    def _observe_promises(self, outcome: Outcome, promised: SlaClass | None) -> None:
+        """ITL is kept when the 99th percentile of the request's gaps is within the promise."""
+        if promised is None or outcome.code is Code.ABORTED:
+            return
+        worst_s = outcome.itl_quantile(0.99)
+        pairs = (("ttft", promised.ttft_s, outcome.ttft_s), ("itl", promised.itl_s, worst_s))
+        for promise, limit_s, actual_s in pairs:
+            if limit_s is not None and (actual_s is not None or (promise == "ttft" and outcome.code is not None)):
+                kept = "yes" if actual_s is not None and actual_s <= limit_s else "no"
+                self._promises.labels(promised.name, promise, kept).inc()
+
+    def _observe_placement(self, outcome: Outcome) -> None:
+        if outcome.placement_reason:
+            reason = outcome.placement_reason if outcome.placement_reason in REASONS else UNKNOWN
+            self._placements.labels(reason).inc()
+        if outcome.attempts > 1:
+            self._retries.inc(outcome.attempts - 1)
+
+    def _observe_handover(self, outcome: Outcome) -> None:
+        report = outcome.report
+        if not report.transport:
+            return
+        self._handovers.labels(report.transport).inc()
+        self._moved.labels(report.transport).inc(report.kv_bytes)
+        self._moving.labels(report.transport).inc(report.transfer_s)
+        self._exposed.labels(self._class(outcome.sla_class)).observe(report.exposed_s)
+
+    def _class(self, name: str) -> str:
+        return name if name in self._classes else UNKNOWN
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"tandem_{name}", help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        full_name = f"tandem_{name}_seconds"
+        return Histogram(full_name, help_text, ("sla_class",), buckets=buckets, registry=self.registry)
+
+
+_PROMISE_LABELS = ("sla_class", "promise", "kept")
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What is known of one worker."""
+
+    role: str = UNKNOWN
+    load: EngineLoad | None = None
+    transfers_in_flight: int = 0
+    transfers: tuple[TransferStats, ...] = ()
+    health: Health | None = None
+
+
+class WorkerSeries(Collector):
+    """Series made from the last reports at the moment of a scrape."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, _Shown] = {}
+
+    def report(self, worker: str, role: str, load: EngineLoad, transfers_in_flight: int) -> None:
+        shown = self._shown.setdefault(worker, _Shown())
+        shown.role, shown.load, shown.transfers_in_flight = role, load, transfers_in_flight
+
+    def transfers(self, worker: str, stats: tuple[TransferStats, ...]) -> None:
+        self._shown.setdefault(worker, _Shown()).transfers = stats
+
+    def health(self, worker: str, role: str, health: Health) -> None:
+        shown = self._shown.setdefault(worker, _Shown())
+        shown.role, shown.health = role, health
+
+    def forget(self, worker: str) -> None:
+        self._shown.pop(worker, None)
+
+    def collect(self) -> Iterator[Metric]:
+        shown = sorted(self._shown.items())
+        yield from self._loads(shown)
+        yield from self._transfers(shown)
+        up = GaugeMetricFamily(
+            "tandem_worker_health", "1 for the state a worker is in", labels=("worker", "role", "state")
+        )
+        for worker, state in shown:
+            if state.health is not None:
+                up.add_metric((worker, state.role, str(state.health)), 1)
+        yield up
+
+    def _loads(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        loads = [(worker, state, state.load) for worker, state in shown if state.load is not None]
+        blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state", labels=("worker", "role", "state"))
+        for worker, state, load in loads:
+            for kind in ("live", "cached", "free", "leased"):
+                blocks.add_metric((worker, state.role, kind), getattr(load, f"{kind}_blocks"))
+        yield blocks
+        in_flight = GaugeMetricFamily("tandem_worker_transfers_in_flight", "KV transfers running", labels=_WORKER)
+        for worker, state, _ in loads:
+            in_flight.add_metric((worker, state.role), state.transfers_in_flight)
+        yield in_flight
+        for make, name, help_text, field in _LOAD_SERIES:
+            family = make(name, help_text, labels=_WORKER)
+            for worker, state, load in loads:
+                family.add_metric((worker, state.role), getattr(load, field))
+            yield family
+
+    def _transfers(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        for make, name, help_text, field in _TRANSFER_SERIES:
+            family = make(name, help_text, labels=("worker", "scheme"))
+            for worker, state in shown:
+                for stats in state.transfers:
+                    family.add_metric((worker, stats.scheme), getattr(stats, field))
+            yield family
+
+
+_WORKER = ("worker", "role")
+_Family = Callable[..., GaugeMetricFamily | CounterMetricFamily]
+_GAUGE: _Family = GaugeMetricFamily
+_COUNTER: _Family = CounterMetricFamily
+
+_LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
+    (_GAUGE, "tandem_worker_running", "Sequences in the batch", "running"),
+    (_GAUGE, "tandem_worker_waiting", "Sequences in the queue", "waiting"),
+    (_GAUGE, "tandem_worker_queued_prefill_tokens", "Prompt tokens not computed yet", "queued_prefill_tokens"),
+    (_COUNTER, "tandem_worker_preemptions", "Sequences put back for want of KV room", "preemptions"),
+    (_COUNTER, "tandem_worker_prefix_query_tokens", "Tokens looked up in the prefix cache", "prefix_queries"),
+    (_COUNTER, "tandem_worker_prefix_hit_tokens", "Tokens found in the prefix cache", "prefix_hits"),
+    (_COUNTER, "tandem_worker_prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
+    (_COUNTER, "tandem_worker_generated_tokens", "Tokens generated", "generated_tokens"),
+)
+_TRANSFER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
+    (_COUNTER, "tandem_transfer_pushes", "Pushes acknowledged", "pushes"),
+    (_COUNTER, "tandem_transfer_push_bytes", "Bytes pushed", "push_bytes"),
+    (_COUNTER, "tandem_transfer_push_seconds", "Time from push to acknowledgement", "push_seconds"),
+    (_COUNTER, "tandem_transfer_receives", "Receives completed", "receives"),
+    (_COUNTER, "tandem_transfer_receive_bytes", "Bytes received", "receive_bytes"),
+    (_COUNTER, "tandem_transfer_failed", "Transfers that failed", "failed"),
+    (_GAUGE, "tandem_transfer_in_flight", "Transfers running", "in_flight"),
+)

@@ -28,14 +28,13 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.hashing import PrefixHasher, hash_root
 from engine.info import EngineInfo, ModelFacts
+from engine.outcomes import outcomes_of
 from engine.roster import Roster
-from engine.sampler import SampleRow, greedy, prompt_logprobs, sample
-from engine.scheduler import Outcome, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
 from engine.step_times import StepTimeModel, shape_of
 from engine.types import (
     BlockLease,
-    Chunk,
     EngineLoad,
     FinishReason,
     Progress,
@@ -221,7 +220,9 @@ class Engine:
 
     def _carried_out(self, plan: StepPlan, started_s: float) -> tuple[Progress, ...]:
         try:
-            outcomes = self._outcomes(plan, self._runner.run(plan))
+            logits = self._runner.run(plan)
+            sequences = [self._roster.by_id[chunk.request_id] for chunk in plan.chunks]
+            outcomes = outcomes_of(plan.chunks, sequences, logits, self.info.eos_token_ids)
         except Exception as error:  # Whatever a model can raise: its requests end, the engine does not.
             _log.exception("step failed for %s", ", ".join(chunk.request_id for chunk in plan.chunks))
             return self._scheduler.failed(plan, f"{type(error).__name__}: {error}")
@@ -229,37 +230,6 @@ class Engine:
         progress = self._scheduler.applied(plan, outcomes)
         self._generated += sum(len(one.tokens) for one in progress)
         return progress
-
-    def _outcomes(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
-        sequences = [self._roster.by_id[chunk.request_id] for chunk in plan.chunks]
-        ends = [
-            chunk.start + len(chunk.token_ids) == len(s.tokens) for chunk, s in zip(plan.chunks, sequences, strict=True)
-        ]
-        rows = _last_rows(plan.chunks)
-        sampled = [i for i, last in enumerate(ends) if last]
-        picked = logits if len(sampled) == len(logits) else logits[[rows[i] for i in sampled]]
-        tokens = dict(zip(sampled, self._sampled(picked, [sequences[i] for i in sampled]), strict=True))
-        outcomes = []
-        for i, (chunk, seq) in enumerate(zip(plan.chunks, sequences, strict=True)):
-            told = _prompt_told(chunk, seq, logits, rows[i]) if chunk.logits == "all" else ()
-            error = "the model's logits are not finite" if ends[i] and tokens[i] is None else ""
-            outcomes.append(Outcome(tokens.get(i), told, error))
-        return outcomes
-
-    def _sampled(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Token | None]:
-        if not sequences:
-            return []
-        if all(seq.plain_greedy and seq.generated >= seq.request.sampling.min_tokens for seq in sequences):
-            return [None if token is None else Token(token) for token in greedy(logits)]
-        return sample(logits, [self._sample_row(seq) for seq in sequences])
-
-    def _sample_row(self, seq: Sequence) -> SampleRow:
-        sampling = seq.request.sampling
-        forbidden: tuple[int, ...] = ()
-        if seq.generated < sampling.min_tokens:
-            eos = () if sampling.ignore_eos else self.info.eos_token_ids
-            forbidden = (*eos, *sampling.stop_token_ids)
-        return SampleRow(sampling, seq.request.sequence_index, len(seq.tokens), seq.counts, forbidden)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -331,20 +301,3 @@ class Engine:
         ]
         self._first_deadline = min(ahead, default=None)
         return expired
-
-
-def _last_rows(chunks: Seq[Chunk]) -> list[int]:
-    """For each chunk the index of its last row of logits; meaningless where it has none."""
-    rows, end = [], 0
-    for chunk in chunks:
-        end += chunk.rows
-        rows.append(end - 1)
-    return rows
-
-
-def _prompt_told(chunk: Chunk, seq: Sequence, logits: Tensor, last_row: int) -> tuple[Token, ...]:
-    """Log-probabilities of the prompt's tokens at start + 1 …, which this chunk's rows predict."""
-    followers = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.rows + 1, seq.prompt_len)]
-    first_row = last_row + 1 - chunk.rows
-    rows = logits[first_row : first_row + len(followers)]
-    return prompt_logprobs(rows, followers, seq.request.sampling.prompt_logprobs or 0)

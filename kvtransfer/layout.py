@@ -56,6 +56,8 @@ def common_runs(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
 
 def group(spans: Sequence[Span], counts: Sequence[int]) -> list[Span]:
     """One span per run: `counts` must be runs of `spans` (or cut them finer)."""
+    if len(counts) == len(spans):
+        return list(spans)
     grouped = []
     start = 0
     for count in counts:

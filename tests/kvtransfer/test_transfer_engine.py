@@ -1,0 +1,327 @@
+"""The engine's books: leases, queues, deadlines, and what it refuses; over the in-process transport."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.engine import TransferEngine
+from kvtransfer.errors import TransferError
+from kvtransfer.faults import Fault
+from kvtransfer.layout import block_spans
+from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
+from kvtransfer.types import LeaseKey, Offer, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span
+
+KEY = LeaseKey("request-1", 1)
+ME, SOURCE = "decode-0#1", "prefill-0#1"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Script:
+    """A transport that does nothing by itself: the test plays the other side."""
+
+    scheme = "script"
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
+        self.coming: list[TransportEvent] = []
+        self.accept: Acceptor
+
+    def start(self, acceptor, wake):
+        self.accept = acceptor
+
+    def address(self) -> bytes:
+        return b"script"
+
+    def connect(self, peer, address):
+        pass
+
+    def offer(self, offer, spans):
+        self.offers.append(offer)
+
+    def poll(self) -> list[TransportEvent]:
+        events, self.coming = self.coming, []
+        return events
+
+    def forget(self, peer):
+        pass
+
+    def close(self):
+        pass
+
+
+def scripted(clock: Clock | None = None, **options) -> tuple[TransferEngine, Script, bytearray]:
+    memory, script = bytearray(4_096), Script()
+    return TransferEngine(ME, memoryview(memory), [script], clock=clock or Clock(), **options), script, memory
+
+
+def offer(push_id: int = 1, **changes) -> Offer:
+    fields = {
+        "key": KEY,
+        "push_id": push_id,
+        "first": 0,
+        "lengths": (16, 16),
+        "source": SOURCE,
+        "destination": ME,
+    }
+    return Offer(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"key": LeaseKey("request-1", 0)}, "no open lease request-1 of generation 0"),
+        ({"key": LeaseKey("request-2", 1)}, "no open lease"),
+        ({"source": "prefill-0#0"}, "is for prefill-0#1, not for prefill-0#0"),
+        ({"destination": "decode-0#0"}, "offer for decode-0#0"),
+        ({"first": 3}, "of a lease with 4"),
+        ({"first": -1}, "of a lease with 4"),
+        ({"lengths": ()}, "of a lease with 4"),
+        ({"lengths": (16, 15)}, "differ from the lease's"),
+        ({"checksums": (1,)}, "1 checksums for 2 spans"),
+    ],
+)
+def test_an_offer_that_does_not_fit_is_refused_with_the_reason(changes, reason):
+    engine, script, _ = scripted()
+    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    answer = script.accept(offer(**changes))
+    assert isinstance(answer, Refused)
+    assert reason in answer.reason
+    assert engine.in_flight() == 0
+    engine.check()
+
+
+def test_a_span_is_taken_once_whether_done_or_in_flight():
+    engine, script, _ = scripted()
+    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    assert script.accept(offer(1)) == tuple(block_spans([0, 1], 16))
+    duplicate = script.accept(offer(2, first=1))
+    assert isinstance(duplicate, Refused)
+    assert "offered before" in duplicate.reason
+    script.coming.append(Taken(offer(1)))
+    assert engine.poll() == [Received(KEY, 0, 2, 32)]
+    assert isinstance(script.accept(offer(3)), Refused)
+    engine.check()
+
+
+def test_a_close_is_quiet_only_when_the_last_receive_has_ended():
+    engine, script, _ = scripted()
+    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    script.accept(offer(1))
+    script.accept(offer(2, first=2))
+    engine.close(KEY)
+    assert isinstance(script.accept(offer(3)), Refused)
+    script.coming.append(Taken(offer(2, first=2)))
+    assert engine.poll() == [], "bytes of a closed lease are not received, and one receive is still out"
+    assert engine.in_flight() == 1
+    script.coming.append(Taken(offer(1), "peer lost"))
+    assert engine.poll() == [Quiet(KEY)]
+    engine.close(KEY)
+    script.coming.append(Taken(offer(1)))
+    assert engine.poll() == [], "a late or repeated end changes nothing"
+    engine.check()
+
+
+def test_a_failed_receive_fails_the_lease_once_and_keeps_it_until_it_is_closed():
+    engine, script, _ = scripted()
+    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    script.accept(offer(1))
+    script.accept(offer(2, first=2))
+    script.coming += [Taken(offer(1), "truncated"), Taken(offer(2, first=2), "truncated")]
+    assert engine.poll() == [ReceiveFailed(KEY, "truncated")]
+    engine.close(KEY)
+    assert engine.poll() == [Quiet(KEY)]
+    assert engine.stats()[0].failed == 1
+
+
+def test_a_lease_cannot_be_opened_twice_nor_outside_the_region():
+    engine, _, _ = scripted()
+    engine.open(KEY, SOURCE, [Span(0, 16)])
+    with pytest.raises(TransferError, match="already open"):
+        engine.open(KEY, SOURCE, [Span(0, 16)])
+    with pytest.raises(TransferError, match="outside the region of 4096"):
+        engine.open(LeaseKey("request-2", 1), SOURCE, [Span(4_090, 16)])
+
+
+def test_a_push_must_lie_in_the_region_and_go_to_a_connected_peer():
+    engine, _, _ = scripted()
+    with pytest.raises(TransferError, match="not connected"):
+        engine.push(KEY, "decode-1#1", 0, [Span(0, 16)])
+    engine.connect("decode-1#1", "script", b"")
+    with pytest.raises(TransferError, match="outside"):
+        engine.push(KEY, "decode-1#1", 0, [Span(4_096, 1)])
+    with pytest.raises(TransferError, match="at least one span"):
+        engine.push(KEY, "decode-1#1", 0, [])
+    with pytest.raises(TransferError, match="over tcp"):
+        engine.push(KEY, "decode-1#1", 0, [Span(0, 16)], scheme="tcp")
+    assert engine.in_flight() == 0
+
+
+def test_the_window_lets_urgent_pushes_pass_the_waiting_ones():
+    engine, script, _ = scripted(window_bytes=64)
+    engine.connect("d#1", "script", b"")
+    ids = [engine.push(KEY, "d#1", index, [Span(0, 40)], priority=priority) for index, priority in enumerate([5, 5, 1])]
+    assert [offer.push_id for offer in script.offers] == ids[:1], "the window holds one"
+    for sent in (ids[0], ids[2], ids[1]):
+        script.coming.append(Sent(KEY, sent))
+        assert [event.push_id for event in engine.poll() if isinstance(event, PushDone)] == [sent]
+    assert [offer.push_id for offer in script.offers] == [ids[0], ids[2], ids[1]]
+    engine.check()
+
+
+def test_a_push_larger_than_the_window_goes_when_it_is_alone():
+    engine, script, _ = scripted(window_bytes=64)
+    engine.connect("d#1", "script", b"")
+    engine.push(KEY, "d#1", 0, [Span(0, 4_096)])
+    assert len(script.offers) == 1
+
+
+def test_a_deadline_fails_the_push_at_once_and_the_quiet_comes_only_with_its_end():
+    clock = Clock()
+    engine, script, _ = scripted(clock)
+    engine.connect("d#1", "script", b"")
+    push_id = engine.push(KEY, "d#1", 0, [Span(0, 16)], deadline_s=2.0)
+    clock.now = 1.9
+    assert engine.poll() == []
+    clock.now = 2.0
+    assert engine.poll() == [PushFailed(KEY, push_id, "deadline passed")]
+    engine.withdraw(KEY)
+    assert engine.poll() == []
+    script.coming.append(Sent(KEY, push_id))
+    assert engine.poll() == [Quiet(KEY)], "neither done nor failed twice"
+    assert engine.in_flight() == 0
+
+
+def test_withdrawing_fails_what_waits_and_refuses_more_until_quiet():
+    engine, script, _ = scripted(window_bytes=16)
+    engine.connect("d#1", "script", b"")
+    first = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    second = engine.push(KEY, "d#1", 1, [Span(16, 16)])
+    engine.withdraw(KEY)
+    with pytest.raises(TransferError, match="withdrawn"):
+        engine.push(KEY, "d#1", 2, [Span(0, 16)])
+    assert engine.poll() == [PushFailed(KEY, second, "withdrawn")]
+    script.coming.append(Sent(KEY, first, "refused: no open lease"))
+    assert engine.poll() == [PushFailed(KEY, first, "refused: no open lease"), Quiet(KEY)]
+
+
+def test_withdrawing_a_lease_without_pushes_is_quiet_at_once():
+    engine, _, _ = scripted()
+    engine.withdraw(KEY)
+    assert engine.poll() == [Quiet(KEY)]
+
+
+def test_a_delayed_offer_waits_for_the_clock_and_arrives_out_of_order(inproc):
+    clock = Clock()
+    source, destination = inproc.pair(clock=clock)
+    source.engine.faults.add(Fault.DELAY, nth=1, delay_s=3.0)
+    spans = block_spans(range(2), 64)
+    destination.engine.open(KEY, source.name, spans)
+    for index, span in enumerate(spans):
+        source.engine.push(KEY, destination.name, index, [span])
+    inproc.until(lambda: destination.saw(Received))
+    assert [event.first for event in destination.saw(Received)] == [1]
+    clock.now = 3.0
+    inproc.news.set()
+    inproc.until(lambda: len(destination.saw(Received)) == 2 and len(source.saw(PushDone)) == 2)
+    assert destination.bytes_of(spans) == source.bytes_of(spans)
+
+
+def test_a_dropped_offer_is_ended_by_its_deadline_and_by_forgetting_the_peer(inproc):
+    clock = Clock()
+    source, destination = inproc.pair(clock=clock)
+    source.engine.faults.add(Fault.DROP)
+    destination.engine.open(KEY, source.name, [Span(0, 64)])
+    source.engine.push(KEY, destination.name, 0, [Span(0, 64)], deadline_s=1.0)
+    clock.now = 1.0
+    inproc.until(lambda: source.saw(PushFailed))
+    source.engine.withdraw(KEY)
+    assert not source.saw(Quiet)
+    source.engine.forget(destination.name)
+    inproc.until(lambda: source.saw(Quiet))
+    assert not destination.saw(Received)
+
+
+def test_a_failing_offer_is_one_failure_and_the_next_succeeds(inproc):
+    source, destination = inproc.pair()
+    source.engine.faults.add(Fault.FAIL, nth=2)
+    spans = block_spans(range(3), 64)
+    destination.engine.open(KEY, source.name, spans)
+    ids = [source.engine.push(KEY, destination.name, index, [span]) for index, span in enumerate(spans)]
+    inproc.until(lambda: source.saw(PushFailed) and len(source.saw(PushDone)) == 2)
+    assert [event.push_id for event in source.saw(PushFailed)] == [ids[1]]
+    source.engine.push(KEY, destination.name, 1, [spans[1]])
+    inproc.until(lambda: len(destination.saw(Received)) == 3)
+    assert destination.bytes_of(spans) == source.bytes_of(spans)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), actions=st.lists(st.sampled_from("oppppcwftt"), min_size=5, max_size=60))
+def test_whatever_happens_the_books_agree_and_quiet_memory_never_changes(inproc, seed, actions):
+    """Random opens, pushes, closes, withdrawals and faults; what is quiet is painted and must keep its paint."""
+    chance = random.Random(seed)
+    inproc.close()
+    inproc.peers.clear()
+    source, destination = inproc.pair(region_bytes=1_024)
+    source.engine.faults.add(Fault.FAIL, nth=chance.randint(1, 10))
+    destination.engine.faults.add(Fault.CORRUPT, nth=chance.randint(1, 40))
+    blocks = 16
+    free, leases, closing, painted = set(range(blocks)), {}, {}, set()
+    generation = 0
+
+    def settle() -> None:
+        inproc.news.clear()
+        source.poll()
+        for event in destination.poll():
+            if isinstance(event, Quiet):
+                ids = closing.pop(event.key)
+                for span in block_spans(ids, 64):
+                    destination.memory[span.offset : span.offset + 64] = 0xEE
+                painted.update(ids)
+                free.update(ids)
+        for peer in (source, destination):
+            peer.engine.check()
+        for span in block_spans(painted, 64):
+            assert (destination.memory[span.offset : span.offset + 64] == 0xEE).all()
+
+    for action in actions:
+        if action == "o" and len(free) >= 4:
+            generation += 1
+            ids = chance.sample(sorted(free), 4)
+            free.difference_update(ids)
+            painted.difference_update(ids)
+            leases[LeaseKey("r", generation)] = ids
+            destination.engine.open(LeaseKey("r", generation), source.name, block_spans(ids, 64))
+        elif action == "p" and generation:
+            first = chance.randint(0, 3)
+            spans = block_spans(chance.sample(range(blocks), chance.randint(1, 4 - first)), 64)
+            key = LeaseKey("r", chance.randint(1, generation))
+            if key not in source.engine._withdrawn:
+                source.engine.push(key, destination.name, first, spans)
+        elif action == "c" and leases:
+            key = chance.choice(sorted(leases, key=lambda key: key.generation))
+            closing[key] = leases.pop(key)
+            destination.engine.close(key)
+        elif action == "w" and generation:
+            source.engine.withdraw(LeaseKey("r", chance.randint(1, generation)))
+        elif action == "f":
+            source.engine.faults.add(Fault.FAIL, nth=1)
+        else:
+            settle()
+    for key, ids in leases.items():
+        closing[key] = ids
+        destination.engine.close(key)
+    for _ in range(4):
+        settle()
+    assert not closing, "a closed lease never became quiet"
+    assert free == set(range(blocks))
+    assert source.engine.in_flight() == destination.engine.in_flight() == 0

@@ -1,0 +1,188 @@
+"""What a socket of a transport does with bytes that are not ours: it closes that connection and nothing else happens."""
+
+from __future__ import annotations
+
+import random
+import resource
+import socket
+import struct
+
+import pytest
+
+from kvtransfer import frames, handshake
+from kvtransfer.frames import FrameError, Kind
+from kvtransfer.handshake import WiredAddress
+from kvtransfer.types import LeaseKey, Offer, PushDone, Received, Span
+
+KEY = LeaseKey("request-1", 1)
+HEADER = struct.Struct(">4sBBHQQ")
+
+
+def dial(peer) -> tuple[socket.socket, WiredAddress]:
+    address = WiredAddress.unpack(peer.engine.addresses()[0][1])
+    sock = socket.create_connection((address.host, address.port), timeout=5)
+    return sock, address
+
+
+def read_frame(sock: socket.socket) -> tuple[frames.Header, bytes]:
+    header = frames.decode_header(sock.recv(frames.HEADER_BYTES, socket.MSG_WAITALL))
+    return header, sock.recv(header.length, socket.MSG_WAITALL)
+
+
+def greet(sock: socket.socket, token: bytes, source: str, destination: str, scheme: str = "tcp") -> None:
+    _, body = read_frame(sock)
+    (challenge,) = frames.decode_fields(body, bytes)
+    nonce = handshake.new_nonce()
+    proof = handshake.proof(token, "hello", challenge, nonce, source, destination, b"")
+    sock.sendall(frames.encode(Kind.HELLO, 0, nonce, source, destination, scheme, b"", proof))
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """True when the other side hangs up (within the socket's timeout); what it said before is read away."""
+    try:
+        while sock.recv(65_536):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    finally:
+        sock.close()
+    return True
+
+
+def still_serves(rig, source, destination) -> None:
+    destination.engine.open(KEY, source.name, [Span(0, 4_096)])
+    source.engine.push(KEY, destination.name, 0, [Span(8_192, 4_096)])
+    rig.until(lambda: source.saw(PushDone) and destination.saw(Received))
+    assert destination.bytes_of([Span(0, 4_096)]) == source.bytes_of([Span(8_192, 4_096)])
+
+
+GARBAGE = {
+    "random bytes": random.Random(0).randbytes(4_096),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b" " * 64,
+    "another magic": HEADER.pack(b"EVIL", 1, Kind.HELLO, 0, 0, 5) + b"\x00" * 5,
+    "another version": HEADER.pack(b"TKVT", 9, Kind.HELLO, 0, 0, 5) + b"\x00" * 5,
+    "an unknown kind": HEADER.pack(b"TKVT", 1, 77, 0, 0, 5) + b"\x00" * 5,
+    "a body of 2 GB": HEADER.pack(b"TKVT", 1, Kind.HELLO, 0, 0, 2 << 30),
+    "a body of 2^63 bytes": HEADER.pack(b"TKVT", 1, Kind.HELLO, 0, 0, 1 << 63),
+    "an empty body": HEADER.pack(b"TKVT", 1, Kind.HELLO, 0, 0, 0),
+    "a body that is no msgpack": HEADER.pack(b"TKVT", 1, Kind.HELLO, 0, 0, 4) + b"\xc1\xc1\xc1\xc1",
+    "fields of other types": frames.encode(Kind.HELLO, 0, 1, 2, 3, 4, 5, 6),
+    "payload before a greeting": frames.data_header(1, 100) + b"x" * 100,
+    "an offer before a greeting": frames.encode_offer(1, Offer(KEY, 1, 0, (64,), "a#1", "decode-0#1"), ()),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_ends_its_own_connection_without_a_jump_in_memory(tcp, garbage):
+    source, destination = tcp.pair()
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sock, _ = dial(destination)
+    sock.sendall(garbage)
+    assert is_closed(sock)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 64 * 1_024
+    still_serves(tcp, source, destination)
+
+
+def test_a_stranger_without_the_token_is_turned_away(tcp):
+    source, destination = tcp.pair()
+    sock, _ = dial(destination)
+    greet(sock, b"\x00" * handshake.TOKEN_BYTES, source.name, destination.name)
+    assert is_closed(sock)
+    still_serves(tcp, source, destination)
+
+
+@pytest.mark.parametrize(
+    ("destination_name", "scheme"), [("decode-0#0", "tcp"), ("decode-0#1", "ucx")], ids=["incarnation", "scheme"]
+)
+def test_a_caller_for_another_incarnation_or_scheme_is_turned_away(tcp, destination_name, scheme):
+    source, destination = tcp.pair()
+    sock, address = dial(destination)
+    greet(sock, address.token, "prefill-9#1", destination_name, scheme)
+    assert is_closed(sock)
+    still_serves(tcp, source, destination)
+
+
+def test_a_forgotten_incarnation_that_calls_again_is_turned_away(tcp):
+    source, destination = tcp.pair()
+    destination.engine.forget("prefill-9#1")
+    sock, address = dial(destination)
+    greet(sock, address.token, "prefill-9#1", destination.name)
+    assert is_closed(sock)
+    still_serves(tcp, source, destination)
+
+
+def greeted(destination) -> socket.socket:
+    """A peer that knows the token and then misbehaves."""
+    sock, address = dial(destination)
+    greet(sock, address.token, "prefill-9#1", destination.name)
+    header, _ = read_frame(sock)
+    assert header.kind is Kind.WELCOME
+    return sock
+
+
+MISBEHAVIOUR = {
+    "an offer in another's name": frames.encode_offer(1, Offer(KEY, 1, 0, (64,), "prefill-0#1", "decode-0#1"), ()),
+    "payload that was not taken": frames.data_header(5, 64) + b"x" * 64,
+    "a frame of the other direction": frames.encode(Kind.TAKE, 1, ()),
+    "a second greeting": frames.encode(Kind.HELLO, 0, b"", "a", "b", "tcp", b"", b""),
+    "an empty offer": frames.encode(Kind.OFFER, 1, "request-1", 1, 1, 0, (), "prefill-9#1", "decode-0#1", (), ()),
+    "a body of 2 GB": HEADER.pack(b"TKVT", 1, Kind.OFFER, 0, 1, 2 << 30),
+}
+
+
+@pytest.mark.parametrize("frame", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
+def test_a_known_peer_that_breaks_the_protocol_loses_its_own_link_only(tcp, frame):
+    source, destination = tcp.pair()
+    sock = greeted(destination)
+    sock.sendall(frame)
+    assert is_closed(sock)
+    still_serves(tcp, source, destination)
+
+
+def test_payload_of_another_length_than_offered_fails_the_lease_and_touches_nothing_else(tcp):
+    from kvtransfer.types import ReceiveFailed
+
+    destination = tcp.peer("decode-0#1")
+    sock = greeted(destination)
+    destination.engine.open(KEY, "prefill-9#1", [Span(0, 64)])
+    before = destination.memory.copy()
+    sock.sendall(frames.encode_offer(1, Offer(KEY, 1, 0, (64,), "prefill-9#1", destination.name), ()))
+    header, _ = read_frame(sock)
+    assert header.kind is Kind.TAKE
+    sock.sendall(frames.data_header(1, 128) + b"x" * 128)
+    assert is_closed(sock)
+    tcp.until(lambda: destination.saw(ReceiveFailed))
+    assert (destination.memory == before).all()
+
+
+def test_a_connection_cut_in_the_middle_of_payload_fails_the_lease(tcp):
+    from kvtransfer.types import PeerLost, ReceiveFailed
+
+    destination = tcp.peer("decode-0#1")
+    sock = greeted(destination)
+    destination.engine.open(KEY, "prefill-9#1", [Span(0, 4_096)])
+    sock.sendall(frames.encode_offer(1, Offer(KEY, 1, 0, (4_096,), "prefill-9#1", destination.name), ()))
+    read_frame(sock)
+    sock.sendall(frames.data_header(1, 4_096) + b"x" * 100)
+    sock.close()
+    tcp.until(lambda: destination.saw(ReceiveFailed) and destination.saw(PeerLost))
+    assert destination.engine.in_flight() == 0
+
+
+def test_frames_come_back_as_they_were_sent():
+    offer = Offer(KEY, 7, 3, (1, 2**40), "a#1", "b#2", (2**64 - 1, 0))
+    raw = frames.encode_offer(9, offer, (1, 1))
+    header = frames.decode_header(raw[: frames.HEADER_BYTES])
+    assert (header.kind, header.serial) == (Kind.OFFER, 9)
+    assert frames.decode_offer(raw[frames.HEADER_BYTES :]) == (offer, (1, 1))
+
+
+@pytest.mark.parametrize(
+    "runs", [(-1, 3), (True, 1), (1.0, 1), ("1", 1), (1,) * (frames.MAX_SPANS + 1)], ids=lambda runs: str(runs)[:12]
+)
+def test_a_list_that_holds_something_else_than_counts_is_refused(runs):
+    raw = frames.encode(Kind.TAKE, 1, runs)
+    with pytest.raises(FrameError):
+        frames.decode_runs(raw[frames.HEADER_BYTES :])

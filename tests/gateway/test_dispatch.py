@@ -1,0 +1,320 @@
+"""The story of one request: every way through it ends once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from scripted import REPORT, Bench, ScriptedRouter, bench, ids, until, worker
+
+from cluster.dispatch import Flight, Limits
+from cluster.snapshot import Refusal
+from cluster.validate import Ask
+from engine.types import FinishReason, SamplingParams, Token
+from tandem.messages import Abort, Code, Declined, Delta, Expect, Submit
+
+PAIRS = ScriptedRouter(
+    infos=(
+        worker("prefill-0", "prefill"),
+        worker("prefill-1", "prefill"),
+        worker("decode-0", "decode"),
+        worker("decode-1", "decode"),
+    )
+)
+SLOW = Limits(backoff_s=0.001, max_backoff_s=0.002)
+
+
+def _two_pairs() -> ScriptedRouter:
+    return replace(PAIRS, placed=[], done=[], suspects=[])
+
+
+async def _flight(made: Bench, *, prompt_logprobs: int | None = None, **fields: object) -> Flight:
+    sampling = SamplingParams(max_tokens=12, prompt_logprobs=prompt_logprobs)
+    job = await made.gateway.prepare(Ask(prompts=("hello",), sampling=sampling, **fields))  # type: ignore[arg-type]
+    return Flight(job.requests[0], job.views[0])
+
+
+async def _run(made: Bench, flight: Flight) -> list[Delta]:
+    async with asyncio.timeout(5):
+        return [delta async for delta in made.dispatch.run(flight)]
+
+
+def _ids(deltas: list[Delta]) -> list[int]:
+    return [token.token_id for delta in deltas for token in delta.tokens]
+
+
+async def test_a_request_goes_to_decode_first_then_to_prefill_and_comes_back() -> None:
+    async with bench() as made:
+        flight = await _flight(made)
+        deltas = await _run(made, flight)
+        assert _ids(deltas) == ids("Hello, world")
+        assert made.workers.kinds() == [("decode-0", "Expect"), ("prefill-0", "Submit")]
+        outcome = flight.outcome
+        assert outcome is not None
+        assert made.outcomes == [outcome]
+        assert (outcome.code, outcome.finish, outcome.completion_tokens) == (None, FinishReason.LENGTH, 12)
+        assert (outcome.prefill, outcome.decode, outcome.attempts) == ("prefill-0", "decode-0", 1)
+        assert (outcome.report, outcome.cached_tokens) == (REPORT, 16)
+        assert outcome.ttft_s is not None
+        assert 0 <= outcome.ttft_s <= outcome.e2e_s
+        assert len(outcome.itl_s) == 11
+    assert [request_id for request_id, _ in made.router.done] == ["r0"]
+
+
+async def test_local_prefill_asks_decode_alone() -> None:
+    async with bench(router=ScriptedRouter(local_prefill=True)) as made:
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert made.workers.kinds() == [("decode-0", "Expect")]
+        assert flight.outcome is not None
+        assert (flight.outcome.prefill, flight.outcome.decode) == ("", "decode-0")
+
+
+async def test_a_request_that_ends_with_its_first_token_never_starts_decode() -> None:
+    async with bench() as made:
+        made.workers.early = True
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("H")
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.completion_tokens) == ("", 1)
+        await made.dispatch.drained()
+        assert ("decode-0", Abort("r0")) in made.workers.asked
+        assert not made.workers.running
+
+
+async def test_prompt_logprobs_come_with_the_first_delta_whichever_road_is_faster() -> None:
+    async with bench() as made:
+        deltas = await _run(made, await _flight(made, prompt_logprobs=0))
+        assert [token.token_id for token in deltas[0].prompt_logprobs] == ids("hello")
+        assert not any(delta.prompt_logprobs for delta in deltas[1:])
+
+
+@pytest.mark.parametrize(
+    ("who", "question", "code"),
+    [
+        ("decode-0", Expect, Code.UNAVAILABLE),
+        ("decode-0", Expect, Code.NO_ROOM),
+        ("prefill-0", Submit, Code.UNAVAILABLE),
+        ("prefill-0", Submit, Code.STALE),
+        ("prefill-0", Submit, Code.NO_ROOM),
+    ],
+)
+async def test_before_the_first_token_another_worker_is_tried(who: str, question: type, code: Code) -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines[who, question] = [Declined(code, "no")]
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        served = {flight.outcome.prefill, flight.outcome.decode}
+        assert who not in served
+        assert flight.outcome.attempts == 2
+        assert made.router.suspects == ([] if code is Code.NO_ROOM else [who])
+        await made.dispatch.drained()
+        assert [request_id for request_id, _ in made.router.done] == ["r0", "r0~1"]
+    assert [outcome.code for outcome in made.outcomes] == [None]
+
+
+async def test_prefill_that_passes_on_decodes_refusal_is_not_blamed() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines["prefill-0", Submit] = [Declined(Code.NO_ROOM, "pool full", by="decode-0")]
+        flight = await _flight(made)
+        await _run(made, flight)
+        assert flight.outcome is not None
+        assert (flight.outcome.prefill, flight.outcome.decode) == ("prefill-0", "decode-1")
+        await made.dispatch.drained()
+        assert ("decode-0", Abort("r0")) in made.workers.asked
+
+
+async def test_when_every_worker_is_full_the_request_waits_for_room() -> None:
+    async with bench(limits=SLOW) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")] * 5
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert flight.outcome.attempts == 6
+
+
+async def test_waiting_for_room_ends_with_the_deadline() -> None:
+    async with bench(limits=SLOW) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")] * 10_000
+        flight = await _flight(made, timeout_s=0.1)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.DEADLINE
+
+
+async def test_workers_that_are_gone_are_tried_a_few_times_only() -> None:
+    async with bench(router=_two_pairs(), limits=Limits(attempts=2)) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "gone")]
+        made.workers.declines["decode-1", Expect] = [Declined(Code.UNAVAILABLE, "gone")]
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 2)
+
+
+@pytest.mark.parametrize("code", [Code.INVALID, Code.MISMATCH, Code.INTERNAL])
+async def test_what_another_worker_would_not_mend_is_not_tried_again(code: Code) -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines["prefill-0", Submit] = [Declined(code, "no")]
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.attempts) == (code, 1)
+
+
+async def test_a_worker_lost_before_the_first_token_is_replaced() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.silent = True
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: "r0" in made.workers.running)
+        made.workers.silent = False
+        made.hub.lost("decode-0", "1", "killed")
+        assert _ids(await running) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-1", 2)
+
+
+async def test_a_worker_lost_after_the_first_token_is_an_error_never_other_text() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.hold = True
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 1)
+        made.hub.lost("decode-0", "1", "killed")
+        assert _ids(await running) == ids("H")
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 1)
+
+
+async def test_closing_the_stream_aborts_on_both_workers() -> None:
+    async with bench() as made:
+        made.workers.silent = True
+        flight = await _flight(made)
+        deltas = made.dispatch.run(flight)
+        reader = asyncio.create_task(anext(deltas))
+        await until(lambda: "r0" in made.workers.running)
+        reader.cancel()
+        await asyncio.wait({reader})
+        await made.dispatch.drained()
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+        assert ("decode-0", Abort("r0")) in made.workers.asked
+    assert [outcome.code for outcome in made.outcomes] == [Code.ABORTED]
+
+
+async def test_a_stream_closed_while_prefill_works_aborts_on_prefill_too() -> None:
+    async with bench() as made:
+        blocked = asyncio.Event()
+
+        async def never(question: Submit) -> Declined:
+            await blocked.wait()
+            return Declined(Code.ABORTED, "late")
+
+        made.workers._submitted = never  # type: ignore[method-assign, assignment]
+        flight = await _flight(made)
+        async with aclosing(made.dispatch.run(flight)) as deltas:
+            reader = asyncio.create_task(anext(deltas))
+            await until(lambda: ("prefill-0", "Submit") in made.workers.kinds())
+            reader.cancel()
+            await asyncio.wait({reader})
+        await made.dispatch.drained()
+        told = [name for name, question in made.workers.asked if isinstance(question, Abort)]
+        assert sorted(told) == ["decode-0", "prefill-0"]
+
+
+async def test_a_request_can_be_aborted_by_its_id() -> None:
+    async with bench() as made:
+        made.workers.hold = True
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 1)
+        assert made.dispatch.abort("r0") is True
+        await running
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+        assert made.dispatch.abort("r0") is False
+
+
+async def test_an_abort_while_no_worker_has_room_is_heard() -> None:
+    async with bench(limits=SLOW) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")] * 10_000
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.attempts > 2)
+        assert made.dispatch.abort("r0")
+        assert await running == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+
+
+@pytest.mark.parametrize("hold", [True, False])
+async def test_the_deadline_ends_a_request_before_and_after_its_first_token(hold: bool) -> None:
+    async with bench() as made:
+        made.workers.hold, made.workers.silent = hold, not hold
+        flight = await _flight(made, timeout_s=0.1)
+        assert _ids(await _run(made, flight)) == (ids("H") if hold else [])
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.DEADLINE
+        await made.dispatch.drained()
+        assert ("decode-0", Abort("r0", FinishReason.DEADLINE)) in made.workers.asked
+
+
+async def test_a_deadline_that_a_worker_notices_first_is_no_answer() -> None:
+    async with bench() as made:
+        made.workers.finish = FinishReason.DEADLINE
+        flight = await _flight(made)
+        await _run(made, flight)
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.finish) == (Code.DEADLINE, None)
+
+
+async def test_a_router_that_refuses_is_believed_at_once() -> None:
+    async with bench(router=ScriptedRouter(refusal=Refusal(Code.NO_ROOM, "overloaded"))) as made:
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.message) == (Code.NO_ROOM, "overloaded")
+        assert len(made.router.placed) == 1
+        assert not made.workers.asked
+
+
+async def test_a_silent_router_is_waited_for_until_the_deadline() -> None:
+    class Silent(ScriptedRouter):
+        async def place(self, request: object, exclude: object) -> Refusal:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async with bench(router=Silent()) as made:
+        flight = await _flight(made, timeout_s=0.05)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.DEADLINE
+
+
+async def test_an_error_of_our_own_is_an_outcome_too_and_leaves_nothing() -> None:
+    async with bench() as made:
+
+        async def broken(worker: object) -> None:
+            raise RuntimeError("bug")
+
+        made.workers.open = broken  # type: ignore[method-assign]
+        flight = await _flight(made)
+        with pytest.raises(RuntimeError, match="bug"):
+            await _run(made, flight)
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.INTERNAL
+
+
+async def test_times_between_tokens_are_counted_by_token() -> None:
+    async with bench() as made:
+        flight = await _flight(made)
+        flight.saw(Delta("r0", 0, (Token(1), Token(2))), now=10.0)
+        flight.saw(Delta("r0", 2, (Token(3),)), now=11.0)
+        flight.saw(Delta("r0", 3, (Token(4), Token(5))), now=13.0)
+        outcome = flight.ended(now=14.0)
+        assert outcome.itl_s == (0.0, 1.0, 1.0, 1.0)
+        assert (outcome.itl_quantile(0.0), outcome.itl_quantile(1.0)) == (0.0, 1.0)

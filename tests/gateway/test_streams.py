@@ -1,0 +1,92 @@
+"""The hub gives each request its own news, in order and once, and ends a stream that cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.streams import FrameHub, TokenStream
+from engine.types import FinishReason, Token
+from tandem.messages import Code, Delta, Frame, WorkerRef
+
+DECODE = WorkerRef("decode-0", "1", "local")
+
+
+def _delta(seq: int, *token_ids: int, finish: FinishReason | None = None, request_id: str = "a") -> Delta:
+    return Delta(request_id, seq, tuple(map(Token, token_ids)), finish)
+
+
+def _frame(*deltas: Delta, incarnation: str = "1") -> Frame:
+    return Frame("decode-0", incarnation, 0, deltas)
+
+
+async def _all(stream: TokenStream) -> list[Delta]:
+    async with asyncio.timeout(2):
+        return [delta async for delta in stream]
+
+
+async def test_a_frame_is_split_among_the_requests_it_is_about() -> None:
+    hub = FrameHub()
+    first, second = hub.expect("a", DECODE), hub.expect("b", DECODE)
+    hub.deliver(
+        _frame(
+            _delta(0, 1),
+            _delta(0, 5, 6, finish=FinishReason.STOP, request_id="b"),
+            _delta(0, 9, request_id="nobody's"),
+        )
+    )
+    hub.deliver(_frame(_delta(1, 2, finish=FinishReason.LENGTH)))
+    assert [token.token_id for delta in await _all(first) for token in delta.tokens] == [1, 2]
+    assert [token.token_id for delta in await _all(second) for token in delta.tokens] == [5, 6]
+
+
+async def test_a_repeated_delta_is_trimmed_and_a_missing_one_ends_the_stream() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_frame(_delta(0, 1, 2)))
+    hub.deliver(_frame(_delta(1, 2, 3)))
+    hub.deliver(_frame(_delta(5, 6)))
+    hub.deliver(_frame(_delta(3, 4)))
+    *told, last = await _all(stream)
+    assert [token.token_id for delta in told for token in delta.tokens] == [1, 2, 3]
+    assert last.error is not None
+    assert (last.error.code, last.error.by) == (Code.UNAVAILABLE, "decode-0")
+    assert "2 tokens" in last.error.message
+
+
+async def test_frames_of_an_old_incarnation_are_not_believed() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_frame(_delta(0, 66), incarnation="0"))
+    hub.lost("decode-0", "0", "restarted")
+    hub.deliver(_frame(_delta(0, 1, finish=FinishReason.LENGTH)))
+    assert [delta.tokens for delta in await _all(stream)] == [(Token(1),)]
+
+
+async def test_a_lost_worker_ends_exactly_the_streams_it_feeds() -> None:
+    hub = FrameHub()
+    fed, other = hub.expect("a", DECODE), hub.expect("b", WorkerRef("decode-1", "1", "local"))
+    hub.lost("decode-0", "1", "heartbeat")
+    assert [delta.error and delta.error.code for delta in await _all(fed)] == [Code.UNAVAILABLE]
+    other.put(_delta(0, 1, finish=FinishReason.STOP, request_id="b"))
+    assert len(await _all(other)) == 1
+
+
+async def test_a_released_stream_wakes_its_reader_and_hears_nothing_more() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    reader = asyncio.create_task(_all(stream))
+    await asyncio.sleep(0)
+    hub.release("a")
+    hub.release("a")
+    hub.deliver(_frame(_delta(0, 1)))
+    assert await reader == []
+    assert len(hub) == 0
+
+
+async def test_an_id_has_one_stream() -> None:
+    hub = FrameHub()
+    hub.expect("a", DECODE)
+    with pytest.raises(ValueError, match="already"):
+        hub.expect("a", DECODE)

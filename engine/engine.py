@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from torch import Tensor

@@ -233,3 +233,16 @@ def test_who_waits_for_a_neighbours_prefix_goes_on_when_the_neighbour_is_gone() 
     engine.abort("computing")
     story.run()
     assert story.tokens("waiting") == expected((*prompt_of(320), 2), 8)
+
+
+def test_a_newcomer_leaves_each_running_sequence_a_block_to_grow() -> None:
+    engine = make_engine(6)
+    engine.submit(make_request(prompt_of(30), "running", max_tokens=8))
+    story = Story(engine)
+    story.step()
+    assert engine.lease(make_request(prompt_of(64, 1), "leased")) is None
+    engine.submit(make_request(prompt_of(64, 1), "newcomer", max_tokens=4))
+    story.run()
+    assert engine.load(0.0).preemptions == 0
+    together = [shares(plan) for plan in plans(engine) if len(plan.chunks) == 2]
+    assert not together

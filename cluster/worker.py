@@ -107,7 +107,7 @@ class Worker:
             InjectFault: self._inject_fault,
         }
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- in -------------------------------------------------------------------------------------------------------
 
     def receive(self, ask_id: int, question: Question, now: float) -> None:
         """A question; its answer will lie in the outbox under the same number, now or later."""
@@ -120,7 +120,7 @@ class Worker:
         """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
         self.prefill.answered(ask_id, answer, now)
 
-    # -- the loop ------------------------------------------------------------------------------------------------
+    # -- the loop -------------------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
         """Before a step: transfer events, time, and the leases of the prompts that come next."""
@@ -152,7 +152,7 @@ class Worker:
         # Requests that wait have renewals, retries and deadlines, for which this is fine enough.
         return timers if self.idle() else min(timers, 0.02)
 
-    # -- what others ask -----------------------------------------------------------------------------------------
+    # -- what others ask ------------------------------------------------------------------------------------------
 
     def request_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.prefill.request_ids(), *self.decode.request_ids())))
@@ -170,7 +170,7 @@ class Worker:
             load = self.engine.load(0.0)
             assert load.live_blocks == 0, f"{self.info.ref.name} is idle with {load.live_blocks} live blocks"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, question: Question) -> Declined | None:
         name, role = self.settings.name, self.settings.role

@@ -106,7 +106,7 @@ class DecodeNode:
         self._news: dict[str, list[Delta]] = {}
         self._frame_numbers: dict[str, int] = {}
 
-    # -- from the gateway ----------------------------------------------------------------------------------------
+    # -- from the gateway -----------------------------------------------------------------------------------------
 
     def expect(self, ask_id: int, expect: Expect, now: float) -> None:
         """Register the request, or say at once why not."""
@@ -133,7 +133,7 @@ class DecodeNode:
             self._advance(guest, d.AbortAsked(reason), now)
         return live
 
-    # -- from prefill --------------------------------------------------------------------------------------------
+    # -- from prefill ---------------------------------------------------------------------------------------------
 
     def ask_lease(self, ask_id: int, ask: AskLease, now: float) -> None:
         """Real blocks for an expected request. Asked again by the same source, the same lease is the answer."""
@@ -175,7 +175,7 @@ class DecodeNode:
             self._advance(guest, d.DropAsked(drop.reason), now)
         self._reply(ask_id, Dropped(drop.lease_id))
 
-    # -- the step loop's calls -----------------------------------------------------------------------------------
+    # -- the step loop's calls ------------------------------------------------------------------------------------
 
     def stepped(self, result: StepResult, now: float) -> None:
         """After a step: news for the gateways."""
@@ -217,7 +217,7 @@ class DecodeNode:
         news, self._news = self._news, {}
         return [FrameFor(gateway_id, self._frame(gateway_id, deltas)) for gateway_id, deltas in news.items()]
 
-    # -- what others ask -----------------------------------------------------------------------------------------
+    # -- what others ask ------------------------------------------------------------------------------------------
 
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._guests)
@@ -232,7 +232,7 @@ class DecodeNode:
         for lease_id, guest in self._by_lease.items():
             assert guest.request.request_id in self._guests, f"lease {lease_id} has no request"
 
-    # -- inside: admission -----------------------------------------------------------------------------------------
+    # -- inside: admission ----------------------------------------------------------------------------------------
 
     def _refuse(self, expect: Expect) -> Declined | None:
         name, request = self._info.ref.name, expect.request
@@ -341,7 +341,7 @@ class DecodeNode:
     def _stale(self, message: str) -> Declined:
         return Declined(Code.STALE, message, by=self._info.ref.name)
 
-    # -- inside: the machine's effects -----------------------------------------------------------------------------
+    # -- inside: the machine's effects ----------------------------------------------------------------------------
 
     def _advance(self, guest: Guest, event: d.Event, now: float) -> None:
         guest.intake, effects = d.advance(guest.intake, event, now)

@@ -92,7 +92,7 @@ class PrefillNode:
         self._leased: dict[kv.LeaseKey, Flight] = {}
         self._asked: dict[int, tuple[Flight, type[Question]]] = {}
 
-    # -- questions and answers ---------------------------------------------------------------------------------
+    # -- questions and answers ------------------------------------------------------------------------------------
 
     def submit(self, ask_id: int, submit: Submit, now: float) -> None:
         """Queue the prompt, or say at once why not."""
@@ -127,7 +127,7 @@ class PrefillNode:
         elif question is Commit:
             self._advance(flight, h.CommitAnswered(answer), now)
 
-    # -- the step loop's calls -----------------------------------------------------------------------------------
+    # -- the step loop's calls ------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
         """Before a step: ask for the leases of the prompts that it may begin."""
@@ -179,7 +179,7 @@ class PrefillNode:
         for flight in tuple(self._leased.values()):
             self._fence_if_overdue(flight, now)
 
-    # -- what others ask -----------------------------------------------------------------------------------------
+    # -- what others ask ------------------------------------------------------------------------------------------
 
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._unanswered)
@@ -196,7 +196,7 @@ class PrefillNode:
         for key, flight in self._leased.items():
             assert flight.handoff.stage is not Stage.CLOSED, f"{key} is closed but kept"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, submit: Submit) -> Declined | None:
         name, request = self._info.ref.name, submit.request

@@ -1,0 +1,47 @@
+"""The road between a worker's control process and its rank process: one ZeroMQ pair on a private socket of this host.
+
+Each message is one envelope of `tandem.wire`. The rank's settings go first, as JSON on its standard input, because they
+say where the socket is. Nothing here is ever pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.worker import WorkerSettings
+from decode_node.service import DecodeLimits
+from engine.config import EngineConfig
+from prefill_node.service import PrefillLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """All that a rank process is told. `host` is the IP address that transports bind, `advertise` what peers hear."""
+
+    worker: WorkerSettings
+    engine: EngineConfig
+    endpoint: str = ""
+    """The control's end of the pair, `ipc://…`; control fills it in."""
+    transports: tuple[str, ...] = ("ucx", "tcp")
+    """Best first. One that this machine lacks is left out, with a warning; none left is an error."""
+    checksums: bool = False
+    host: str = "127.0.0.1"
+    advertise: str | None = None
+    ucx_error_handling: bool = True
+
+
+def to_json(settings: RankSettings) -> str:
+    return json.dumps(asdict(settings))
+
+
+def from_json(text: str) -> RankSettings:
+    """The inverse of `to_json`; TypeError or KeyError for anything else."""
+    fields: dict[str, Any] = json.loads(text)
+    worker = fields.pop("worker")
+    worker["prefill"] = PrefillLimits(**worker["prefill"])
+    worker["decode"] = DecodeLimits(**worker["decode"])
+    engine = EngineConfig(**fields.pop("engine"))
+    transports = tuple(fields.pop("transports"))
+    return RankSettings(worker=WorkerSettings(**worker), engine=engine, transports=transports, **fields)

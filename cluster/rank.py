@@ -1,0 +1,182 @@
+"""The rank process of a worker: `python -m cluster.rank`, started by `cluster.control` alone.
+
+It loads the model, registers its KV pool with the transports, tells control who it is, and then loops: take what came,
+`prepare`, send, `tick`, send; asleep only while nothing runs, and woken by control or by a transport. It speaks to
+control and, through the transports, to the pools of its peers; to nobody else. It dies with its control, by signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+import zmq
+
+from cluster.ipc import RankSettings, from_json
+from cluster.worker import Worker
+from engine.engine import Engine
+from kvtransfer.engine import TransferEngine
+from kvtransfer.errors import TransferError
+from kvtransfer.select import make_transport
+from kvtransfer.transport import Transport
+from tandem.messages import Question
+from tandem.wire import decode_envelope, encode_envelope
+
+log = logging.getLogger("tandem.rank")
+
+PR_SET_PDEATHSIG = 1
+
+
+class Doorbell:
+    """Wakes the loop from any thread."""
+
+    def __init__(self) -> None:
+        self._rings, self._ring = socket.socketpair()
+        self._rings.setblocking(False)
+        self._ring.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._rings.fileno()
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody listens
+            self._ring.send(b"!")
+
+    def answer(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._rings.recv(4096):
+                pass
+
+
+class RankLoop:
+    """One worker and its pair socket."""
+
+    def __init__(self, worker: Worker, pair: zmq.Socket[bytes], doorbell: Doorbell) -> None:
+        self._worker = worker
+        self._pair = pair
+        self._doorbell = doorbell
+        self._poller = zmq.Poller()
+        self._poller.register(pair, zmq.POLLIN)
+        self._poller.register(doorbell.fileno(), zmq.POLLIN)
+        self.stopped = False
+
+    def run(self) -> None:
+        self._send(0, self._worker.info)
+        while not self.stopped:
+            self._turn()
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        self._doorbell.ring()
+
+    def _turn(self) -> None:
+        wait_s = self._worker.wait_s(time.monotonic())
+        self._poller.poll(math.ceil(wait_s * 1000))
+        self._doorbell.answer()
+        self._take()
+        self._worker.prepare(time.monotonic())
+        self._flush()
+        self._worker.tick(time.monotonic())
+        self._flush()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                data = self._pair.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            now = time.monotonic()
+            ask_id, value = decode_envelope(data, now)
+            if isinstance(value, Question):
+                self._worker.receive(ask_id, value, now)
+            else:
+                self._worker.answered(ask_id, value, now)
+
+    def _flush(self) -> None:
+        outbox, self._worker.outbox = self._worker.outbox, []
+        for ask_id, value in outbox:
+            self._send(ask_id, value)
+
+    def _send(self, ask_id: int, value: object) -> None:
+        self._pair.send(encode_envelope(ask_id, value, time.monotonic()))
+
+
+def main() -> int:
+    settings = from_json(sys.stdin.read())
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings.worker.name} %(levelname)s %(message)s")
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is control's to handle
+    limit_threads(settings.engine.threads)
+    engine = Engine.open(settings.engine)
+    doorbell = Doorbell()
+    transfers = open_transfers(settings, engine, doorbell)
+    worker = Worker(settings.worker, engine, transfers)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
+        pair.setsockopt(zmq.SNDHWM, 0)
+        pair.setsockopt(zmq.RCVHWM, 0)
+        pair.setsockopt(zmq.LINGER, 200)
+        pair.connect(settings.endpoint)
+        loop = RankLoop(worker, pair, doorbell)
+        signal.signal(signal.SIGTERM, loop.stop)
+        try:
+            loop.run()
+        finally:
+            transfers.shutdown()
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the thread that started us ends; at once if it has ended already."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        sys.exit("control ended before the rank began")
+
+
+def limit_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+
+
+def open_transfers(settings: RankSettings, engine: Engine, doorbell: Doorbell) -> TransferEngine:
+    """The transfer engine over the transports that this machine has. Raises TransferError when there is none."""
+    peer = f"{settings.worker.name}#{settings.worker.incarnation}"
+    region = engine.pool_bytes()
+    transports: list[Transport] = []
+    missing: list[str] = []
+    for scheme in settings.transports:
+        try:
+            transports.append(_transport(scheme, peer, region, settings))
+        except TransferError as error:
+            log.warning("transport %s is left out: %s", scheme, error)
+            missing.append(str(error))
+    if not transports:
+        raise TransferError("no transport can be used: " + "; ".join(missing))
+    return TransferEngine(peer, region, transports, wake=doorbell.ring, checksums=settings.checksums)
+
+
+def _transport(scheme: str, peer: str, region: memoryview, settings: RankSettings) -> Transport:
+    return make_transport(
+        scheme,
+        peer,
+        region,
+        host=settings.host,
+        advertise=settings.advertise,
+        ucx_error_handling=settings.ucx_error_handling,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

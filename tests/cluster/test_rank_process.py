@@ -1,0 +1,269 @@
+"""A real prefill and a real decode worker on loopback: rank processes, control, gRPC, tcp, the toy model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cluster.control import Control, ControlSettings, WorkerDied
+from cluster.events import Publisher, Subscriber
+from cluster.ipc import RankSettings
+from cluster.node_client import NodeClient
+from cluster.streams import FrameHub
+from cluster.worker import WorkerSettings
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.toy import make_toy_checkpoint
+from engine.types import FinishReason, Request, SamplingParams
+from tandem.messages import (
+    Abort,
+    Aborted,
+    Code,
+    Declined,
+    Delta,
+    Expect,
+    Expected,
+    HandedOver,
+    KvEvents,
+    LoadReport,
+    Submit,
+    WorkerRef,
+)
+from tandem.v1 import node_pb2, node_pb2_grpc
+
+SECRET = secrets.token_hex(8)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_checkpoint(tmp_path_factory.mktemp("toy"))
+
+
+def engine_config(path: Path) -> EngineConfig:
+    return EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, threads=1)
+
+
+def control(name: str, role: str, path: Path, **settings: object) -> Control:
+    worker = WorkerSettings(name=name, incarnation="", role=role, address="", allow_faults=True)
+    rank = RankSettings(worker=worker, engine=engine_config(path), transports=("tcp",), checksums=True)
+    return Control(ControlSettings(secret=SECRET, **settings), rank)  # type: ignore[arg-type]
+
+
+class Gateway:
+    """As much of one as a worker needs."""
+
+    def __init__(self) -> None:
+        self.hub = FrameHub()
+        self.client = NodeClient(SECRET, hub=self.hub, gateway_id="g")
+
+    async def start(self, request: Request, prefill: WorkerRef | None, decode: WorkerRef):
+        """The request's stream, and the task that waits for prefill's answer."""
+        await self.client.open(decode)
+        stream = self.hub.expect(request.request_id, decode)
+        answer = await self.client.ask(decode, Expect(request, "g", prefill), 10)
+        assert isinstance(answer, Expected), answer
+        submit = asyncio.create_task(self.client.ask(prefill, Submit(request, decode), 30)) if prefill else None
+        return stream, submit
+
+    async def collect(self, stream: AsyncIterator[Delta]) -> list[Delta]:
+        async with asyncio.timeout(PATIENCE_S):
+            return [delta async for delta in stream]
+
+
+@pytest_asyncio.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    await gateway.client.close()
+
+
+@pytest_asyncio.fixture
+async def heard() -> AsyncIterator[Subscriber]:
+    subscriber = Subscriber(SECRET)
+    yield subscriber
+    subscriber.close()
+
+
+@pytest_asyncio.fixture
+async def pair(checkpoint: Path) -> AsyncIterator[tuple[Control, Control]]:
+    workers = (control("p0", "prefill", checkpoint), control("d0", "decode", checkpoint))
+    await asyncio.gather(*(worker.start() for worker in workers))
+    yield workers
+    await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+def request(request_id: str, length: int = 100, **sampling: object) -> Request:
+    params = SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    token_ids = tuple((11 * i) % 250 for i in range(length))
+    now = time.monotonic()
+    return Request(
+        request_id=request_id, token_ids=token_ids, sampling=params, arrival_s=now, deadline_s=now + PATIENCE_S
+    )
+
+
+def alone(path: Path, req: Request) -> list[int]:
+    engine = Engine.open(engine_config(path))
+    engine.submit(replace(req, deadline_s=None))
+    tokens: list[int] = []
+    while engine.has_work():
+        result = engine.step(0.0)
+        assert result is not None
+        tokens += [token.token_id for one in result.progress for token in one.tokens]
+    return tokens
+
+
+def refs(pair: tuple[Control, Control]) -> tuple[WorkerRef, WorkerRef]:
+    assert pair[0].info is not None
+    assert pair[1].info is not None
+    return pair[0].info.ref, pair[1].info.ref
+
+
+async def no_blocks_held(worker: Control) -> None:
+    """Wait until the worker reports that nothing is live."""
+    async with asyncio.timeout(12):
+        while (report := await worker.next_report()).load.live_blocks or report.request_ids:
+            assert not worker.died.done()
+
+
+async def test_tokens_travel_through_two_real_workers(
+    pair: tuple[Control, Control], gateway: Gateway, checkpoint: Path, heard: Subscriber
+) -> None:
+    prefill, decode = refs(pair)
+    heard.connect(pair[1].events_address)
+    assert isinstance(await asyncio.wait_for(heard.receive(), 10), LoadReport)
+    req = request("r")
+    stream, submit = await gateway.start(req, prefill, decode)
+    deltas = await gateway.collect(stream)
+    assert [token.token_id for delta in deltas for token in delta.tokens] == alone(checkpoint, req)
+    assert deltas[-1].finish is FinishReason.LENGTH
+    answer = await submit
+    assert isinstance(answer, HandedOver)
+    assert (answer.report.transport, answer.report.kv_blocks) == ("tcp", 7)
+    async with asyncio.timeout(10):
+        while not isinstance(event := await heard.receive(), KvEvents):
+            assert event.worker == "d0"
+    assert event.stored
+    await asyncio.gather(*(no_blocks_held(worker) for worker in pair))
+
+
+async def test_a_killed_prefill_worker_is_an_answer_and_decode_forgets_it(
+    pair: tuple[Control, Control], gateway: Gateway, checkpoint: Path
+) -> None:
+    prefill, decode = refs(pair)
+    _, submit = await gateway.start(request("r", 1000, max_tokens=4), prefill, decode)
+    started = time.monotonic()
+    os.kill(pair[0].pid or 0, signal.SIGKILL)
+    answer = await asyncio.wait_for(submit, 10)
+    assert isinstance(answer, Declined | HandedOver)
+    if isinstance(answer, Declined):
+        assert (answer.code, answer.by) == (Code.UNAVAILABLE, "p0")
+    gateway.hub.release("r")
+    assert isinstance(await gateway.client.ask(decode, Abort("r"), 5), Aborted)
+    assert "SIGKILL" in await asyncio.wait_for(pair[0].died, 5)
+    again = await gateway.client.ask(prefill, Submit(request("q"), decode), 5)
+    assert isinstance(again, Declined)
+    assert time.monotonic() - started < 10
+    local, _ = await gateway.start(request("local"), None, decode)
+    assert len(await gateway.collect(local)) > 0
+    await no_blocks_held(pair[1])
+
+
+async def test_a_killed_decode_worker_ends_its_streams(pair: tuple[Control, Control], gateway: Gateway) -> None:
+    prefill, decode = refs(pair)
+    stream, submit = await gateway.start(request("r", 40, max_tokens=900), prefill, decode)
+    assert (await asyncio.wait_for(anext(aiter(stream)), 10)).tokens
+    pair[1].kill()
+    deltas = await asyncio.wait_for(gateway.collect(stream), 10)
+    assert deltas[-1].error is not None
+    assert (deltas[-1].error.code, deltas[-1].error.by) == (Code.UNAVAILABLE, "d0")
+    await submit
+    await no_blocks_held(pair[0])
+
+
+async def test_a_stopped_rank_is_killed_for_its_silence(checkpoint: Path, gateway: Gateway) -> None:
+    worker = control("d0", "decode", checkpoint, silence_s=1.5)
+    info = await worker.start()
+    try:
+        stream, _ = await gateway.start(request("r", 40, max_tokens=900), None, info.ref)
+        await asyncio.wait_for(anext(aiter(stream)), 10)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+        deltas = await asyncio.wait_for(gateway.collect(stream), 8)
+        assert deltas[-1].error is not None
+        assert "SIGKILL" in await asyncio.wait_for(worker.died, 5)
+    finally:
+        await worker.stop()
+
+
+async def test_a_gateway_that_leaves_takes_its_requests_with_it(checkpoint: Path) -> None:
+    worker = control("d0", "decode", checkpoint, gateway_grace_s=0.2)
+    info = await worker.start()
+    try:
+        gateway = Gateway()
+        stream, _ = await gateway.start(request("r", 40, max_tokens=900), None, info.ref)
+        await asyncio.wait_for(anext(aiter(stream)), 10)
+        await gateway.client.close()
+        await no_blocks_held(worker)
+        assert worker.last_report is not None
+        assert worker.last_report.load.generated_tokens < 900
+    finally:
+        await worker.stop()
+
+
+async def test_nobody_gets_in_without_the_secret(pair: tuple[Control, Control]) -> None:
+    _, decode = refs(pair)
+    async with grpc.aio.insecure_channel(decode.address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Describe(node_pb2.DescribeRequest(), metadata=metadata, timeout=5)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(stub.Frames(node_pb2.FramesRequest(gateway_id="x"), metadata=metadata, timeout=5)))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    client = NodeClient(SECRET)
+    assert (await client.describe(decode.address)).ref == decode
+    await client.close()
+
+
+async def test_a_call_for_another_incarnation_is_unavailable(pair: tuple[Control, Control], gateway: Gateway) -> None:
+    _, decode = refs(pair)
+    old = replace(decode, incarnation="gone")
+    answer = await gateway.client.ask(old, Expect(request("r"), "g", None), 5)
+    assert isinstance(answer, Declined)
+    assert (answer.code, answer.by) == (Code.UNAVAILABLE, "d0")
+    assert "gone" in answer.message
+
+
+async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    worker = control("p0", "prefill", tmp_path / "nothing")
+    with pytest.raises(WorkerDied, match="p0 did not start: its rank process ended with code"):
+        await asyncio.wait_for(worker.start(), 60)
+
+
+async def test_events_are_heard_only_by_who_shares_the_secret(heard: Subscriber) -> None:
+    publisher = Publisher(SECRET)
+    stranger, friend = Subscriber("another secret"), heard
+    event = KvEvents("w", "i", 1, (b"k",), (), False)
+    for subscriber in (stranger, friend):
+        subscriber.connect(publisher.address)
+    hears = asyncio.create_task(friend.receive())
+    async with asyncio.timeout(10):
+        while not hears.done():
+            await publisher.publish(event)
+            await asyncio.wait({hears}, timeout=0.05)
+    assert hears.result() == event
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stranger.receive(), 0.3)
+    stranger.close()
+    publisher.close()

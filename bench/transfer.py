@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, name: str, transport: str) -> None:
         scheme, error_handling = TRANSPORTS[transport]
         self.pool = np.full(POOL_BYTES, len(name), np.uint8)
-        region = memoryview(self.pool)
+        region = self.pool.data
         self._news = threading.Event()
         made = make_transport(scheme, name, region, ucx_error_handling=error_handling)
         self.engine = TransferEngine(name, region, [made], wake=self._news.set)
@@ -103,7 +103,8 @@ def two_processes(transport: str) -> Iterator[tuple[Worker, subprocess.Popen[str
     worker = Worker("destination#1", transport)
     command = [sys.executable, "-m", "bench.transfer", "--serve", transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         child.stdin.write(worker.engine.addresses()[0][1].hex() + "\n")
         child.stdin.flush()
         child.stdout.readline()
@@ -123,7 +124,8 @@ class Course:
 
     def move(self, block_bytes: int, num_bytes: int) -> tuple[float, float]:
         """Seconds until all is received here, seconds until the source knows."""
-        assert self._child.stdin is not None and self._child.stdout is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         self._number += 1
         key = LeaseKey("bench", self._number)
         spans = block_list(2 * self._number, block_bytes, num_bytes)

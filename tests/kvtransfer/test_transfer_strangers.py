@@ -1,4 +1,4 @@
-"""What a socket of a transport does with bytes that are not ours: it closes that connection and nothing else happens."""
+"""Bytes that are not ours on a transport's socket end that connection, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvtransfer import frames, handshake
 from kvtransfer.frames import FrameError, Kind
 from kvtransfer.handshake import WiredAddress
-from kvtransfer.types import LeaseKey, Offer, PushDone, Received, Span
+from kvtransfer.types import LeaseKey, Offer, PeerLost, PushDone, Received, ReceiveFailed, Span
 
 KEY = LeaseKey("request-1", 1)
 HEADER = struct.Struct(">4sBBHQQ")
@@ -142,8 +142,6 @@ def test_a_known_peer_that_breaks_the_protocol_loses_its_own_link_only(tcp, fram
 
 
 def test_payload_of_another_length_than_offered_fails_the_lease_and_touches_nothing_else(tcp):
-    from kvtransfer.types import ReceiveFailed
-
     destination = tcp.peer("decode-0#1")
     sock = greeted(destination)
     destination.engine.open(KEY, "prefill-9#1", [Span(0, 64)])
@@ -158,8 +156,6 @@ def test_payload_of_another_length_than_offered_fails_the_lease_and_touches_noth
 
 
 def test_a_connection_cut_in_the_middle_of_payload_fails_the_lease(tcp):
-    from kvtransfer.types import PeerLost, ReceiveFailed
-
     destination = tcp.peer("decode-0#1")
     sock = greeted(destination)
     destination.engine.open(KEY, "prefill-9#1", [Span(0, 4_096)])

@@ -1,0 +1,104 @@
+"""Which transports exist, which one is chosen, and what they leave open on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.errors import TransferError
+from kvtransfer.select import choose, make_transport, ucx_available
+from kvtransfer.types import LeaseKey, PeerLost, PushDone, Span
+
+LISTENING = "0A"
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_the_best_common_scheme_is_chosen():
+    assert choose(["tcp", "ucx", "inproc"], ["inproc", "tcp"]) == "inproc"
+    assert choose(["tcp", "ucx"], ["ucx", "tcp"]) == "ucx"
+    assert choose(["tcp"], ["ucx", "tcp"]) == "tcp"
+
+
+def test_no_common_scheme_names_both_sides():
+    with pytest.raises(TransferError, match=r"here \['tcp'\], there \['ucx'\]"):
+        choose(["tcp"], ["ucx"])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "host", "reason"),
+    [
+        ("pigeon", "127.0.0.1", "no transport 'pigeon'"),
+        ("inproc", "127.0.0.1", "needs the hub"),
+        ("tcp", "localhost", "IP addresses"),
+        ("tcp", "203.0.113.7", "cannot listen"),
+    ],
+)
+def test_a_transport_that_cannot_be_had_says_why(scheme, host, reason):
+    with pytest.raises(TransferError, match=reason):
+        make_transport(scheme, "decode-0#1", memoryview(bytearray(8)), host=host)
+
+
+def test_without_ucxx_the_reason_and_the_remedy_are_given(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvtransfer.ucx", None)
+    usable, why = ucx_available()
+    assert not usable
+    assert "install ucxx" in why
+    with pytest.raises(TransferError, match="install ucxx"):
+        make_transport("ucx", "decode-0#1", memoryview(bytearray(8)))
+
+
+def test_choosing_does_not_import_ucxx():
+    code = "import sys, kvtransfer.engine, kvtransfer.select; print('ucxx' in sys.modules, 'torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "False False\n"
+
+
+def test_a_transport_listens_on_loopback_only(rig):
+    before = listeners()
+    source, destination = rig.pair()
+    destination.engine.open(LeaseKey("request-1", 1), source.name, [Span(0, 64)])
+    source.engine.push(LeaseKey("request-1", 1), destination.name, 0, [Span(0, 64)])
+    rig.until(lambda: source.saw(PushDone))
+    ours = listeners() - before
+    assert rig.scheme == "inproc" or ours
+    assert all(address in LOOPBACK for _, address in ours), f"listeners beyond loopback: {ours}"
+
+
+def test_links_that_ended_leave_no_descriptors(rig):
+    source = rig.peer("prefill-0#1")
+    counts = []
+    for incarnation in range(4):
+        destination = rig.peer(f"decode-0#{incarnation}")
+        rig.connect(source, destination)
+        key = LeaseKey("request", incarnation)
+        destination.engine.open(key, source.name, [Span(0, 64)])
+        source.engine.push(key, destination.name, 0, [Span(0, 64)])
+        rig.until(lambda key=key: source.saw(PushDone, key))
+        rig.peers.pop(destination.name).engine.shutdown()
+        rig.until(lambda lost=incarnation + 1: len(source.saw(PeerLost)) == lost)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[1], f"open descriptors after each link: {counts}"
+
+
+def listeners() -> set[tuple[str, str]]:
+    """(inode, local address) of each TCP socket of this process that listens."""
+    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_socket(fd)}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in mine:
+                found.add((fields[9], fields[1].split(":")[0]))
+    return found
+
+
+def _is_socket(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    except FileNotFoundError:
+        return False

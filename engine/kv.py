@@ -52,8 +52,8 @@ class KVLayout:
     def describe(self) -> str:
         """What two workers must have in common to read each other's blocks; the number of blocks is not part of it."""
         return (
-            f"page-first kv_heads={self.kv_heads} layers={self.layers} block_size={self.block_size}"
-            f" head_dim={self.head_dim} {self.dtype}"
+            f"order=page-first layers={self.layers} kv_heads={self.kv_heads} head_dim={self.head_dim}"
+            f" block={self.block_size} dtype={str(self.dtype).removeprefix('torch.')}"
         )
 
 

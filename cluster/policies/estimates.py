@@ -11,11 +11,12 @@ the last chunk counts. Tokens of KV that decode holds already are not sent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.snapshot import RequestView, Snapshot, WorkerView
-
-GRANULE_TOKENS = 16
+from engine.budget import prompt_tokens_within, step_limit_s
+from engine.hashing import GRANULE
+from engine.step_times import StepShape, predict_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,20 @@ def on_decode(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Wor
     """The prompt beside running sequences, as slowly as their promises ask. None: a promise would be broken."""
     overlap, step = snapshot.overlap(view), snapshot.knobs.decode_step_tokens
     tokens, queued = uncached(request, overlap), view.queued_prefill_tokens
-    base_s = view.load.step_times.decode_s(view.batch, view.context_tokens) if view.batch else 0.0
-    promise_s = view.promised.itl_s
+    times, promise_s = view.load.step_times, view.promised.itl_s
+    beside = StepShape(decodes=view.batch, decode_context=view.context_tokens)
     if view.batch and promise_s is not None:
-        step = min(step, _tokens_within(promise_s - base_s, view, overlap + tokens / 2))
-        if step < GRANULE_TOKENS:
+        limit_s = step_limit_s(promise_s, times)
+        step = min(step, prompt_tokens_within(times, beside, overlap + tokens // 2, limit_s))
+        if step < GRANULE:
             return None
+    # What the running sequences add to each of its steps; the cost of a step itself is in prompt_s.
+    beside_s = predict_s(times, replace(beside, prefill_tokens=1)) - predict_s(times, StepShape(prefill_tokens=1))
     return Work(
-        waiting_s=prompt_s(view, queued, queued / 2, step) + base_s * (queued / step) if queued else 0.0,
-        own_s=prompt_s(view, tokens, overlap + tokens / 2, step) + base_s * math.ceil(tokens / step),
+        waiting_s=prompt_s(view, queued, queued / 2, step) + beside_s * (queued / step) if queued else 0.0,
+        own_s=prompt_s(view, tokens, overlap + tokens / 2, step) + beside_s * math.ceil(tokens / step),
         tokens=tokens,
     )
-
-
-def _tokens_within(left_s: float, view: WorkerView, context: float) -> int:
-    """The prompt tokens whose step takes no longer than `left_s`."""
-    per_step, per_token, per_pair = view.load.step_times.prefill
-    return int(max(0.0, left_s - per_step) / max(per_token + per_pair * context, 1e-9))
 
 
 def transfer_s(request: RequestView, prefill: WorkerView, decode: WorkerView, snapshot: Snapshot) -> float:

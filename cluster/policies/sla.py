@@ -8,8 +8,9 @@ Pairs (prefill, decode) and, where allowed, decode workers alone (local prefill)
    its own length, which is its price (the cost form of conditional disaggregation, Dynamo's rule made continuous).
 
 A prefix that a worker holds shortens its estimate, and a long queue lengthens it: so affinity yields before it makes a
-hot spot, and no threshold is needed. Options whose costs are nearly equal count as equal, and the worker chosen longest
-ago wins: a burst on an idle cluster spreads. Local prefill must win by a margin: an estimate is no measurement, and an
+hot spot, and no threshold is needed. Of options that cost nearly the same the one with the least to compute wins (a
+prefix that is being computed elsewhere right now is worth waiting for), then the worker chosen longest ago: a burst on
+an idle cluster spreads. Local prefill must win by a margin: an estimate is no measurement, and an
 idle decode worker is wanted for decoding.
 """
 
@@ -52,6 +53,7 @@ class Option:
     decode: WorkerView
     told: Estimates
     flaws: tuple[bool, bool, bool]
+    computed_tokens: int
     tokens_s: float
     """All expected tokens at the estimated ITL."""
     others_lose_s: float
@@ -144,11 +146,12 @@ def _option(
         request.ttft_s is not None and told.ttft_s > request.ttft_s,
     )
     tokens_s = request.expected_output_tokens * told.itl_s
-    return Option(prefill, decode, told, flaws, tokens_s, others_lose_s)
+    computed = estimates.uncached(request, snapshot.overlap(prefill or decode))
+    return Option(prefill, decode, told, flaws, computed, tokens_s, others_lose_s)
 
 
 def _best(options: Iterable[Option]) -> Option | None:
-    """Fewest flaws, then cheapest; of nearly equal ones the pair that was chosen longest ago."""
+    """Fewest flaws, then cheapest; of nearly equal ones the least to compute, then whoever was chosen longest ago."""
     listed = list(options)
     if not listed:
         return None
@@ -156,7 +159,8 @@ def _best(options: Iterable[Option]) -> Option | None:
     sound = [option for option in listed if option.flaws == flaws]
     cheapest = min(sound, key=lambda option: option.cost_s)
     limit_s = cheapest.cost_s + NEAR * cheapest.told.ttft_s + NEAR_S
-    return min((option for option in sound if option.cost_s <= limit_s), key=_pair_turn)
+    near = (option for option in sound if option.cost_s <= limit_s)
+    return min(near, key=lambda option: (option.computed_tokens, *_pair_turn(option)))
 
 
 def _prefer(remote: Option | None, local: Option | None, snapshot: Snapshot) -> Option:

@@ -20,6 +20,17 @@ from tandem.messages import Code, WorkerInfo, WorkerRef
 EXPECTED_OUTPUT_TOKENS = 256
 """Growth that is reserved for a request: its `max_tokens`, but no more than this, since few use a large limit up."""
 
+FASTEST = "estimated fastest"
+PREFIX = "prefix held"
+LOCAL_FASTER = "local prefill faster"
+LOCAL_ALWAYS = "local prefill by config"
+LOCAL_ONLY = "no prefill worker"
+AT_RISK = "promise at risk"
+FULL = "all full, waits"
+IN_TURN = "next in turn"
+LEAST_LOADED = "least loaded"
+REASONS = (FASTEST, PREFIX, LOCAL_FASTER, LOCAL_ALWAYS, LOCAL_ONLY, AT_RISK, FULL, IN_TURN, LEAST_LOADED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
@@ -155,16 +166,16 @@ class Estimates:
 class Placement:
     """Where a request goes. `prefill` None: the decode worker computes the prompt itself.
 
-    `kind` is one of a few words (for metrics), `reason` a sentence for people. `*_overlap_tokens` are the prompt
-    tokens whose KV each side is thought to hold.
+    `reason` is one of `REASONS` (so it may be a label of a metric), `detail` says more to people. `*_overlap_tokens`
+    are the prompt tokens whose KV each side is thought to hold.
     """
 
     request_id: str
     prefill: WorkerRef | None
     decode: WorkerRef
     estimates: Estimates
-    kind: str
     reason: str
+    detail: str = ""
     prefill_overlap_tokens: int = 0
     decode_overlap_tokens: int = 0
 
@@ -177,7 +188,8 @@ class Placement:
             f"transfer {_ms(told.transfer_s)}) itl={_ms(told.itl_s)}"
         )
         overlap = f"overlap={self.prefill_overlap_tokens}/{self.decode_overlap_tokens} tokens"
-        return f"{self.request_id}: {where} {numbers} {overlap}: {self.reason}"
+        why = f"{self.reason} ({self.detail})" if self.detail else self.reason
+        return f"{self.request_id}: {where} {numbers} {overlap}: {why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,11 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, tuple[Key, No
 
 def parse(text: str) -> Node | None:
     """The document as nodes; None when it is empty. Raises YamlProblem for anything that is not one YAML document."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlProblem(line, f"not valid YAML: {error.reason} ({error.character!r})") from error
     try:
         root = loader.get_single_node()
         return None if root is None else _scalar_or_object(loader, root)

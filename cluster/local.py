@@ -1,0 +1,385 @@
+"""The whole cluster in one process and one event loop, without a socket: for tests, and to try things out.
+
+Every room is the real one: gateway, dispatch, router, workers, engines, transfer over `inproc`. Only the roads differ:
+questions, answers, frames and reports go through `tandem.wire` to bytes and back, and are handed over directly. A
+worker's loop is a task that sleeps until something comes in. Workers can be killed (without a word, peers see them
+gone), frozen (they fall silent, as under SIGSTOP) and restarted as a new incarnation; the router's decisions about them
+are carried out as Ray's actors would. `check` proves afterwards that nobody holds anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.config import ROLES, TandemConfig, worker_names
+from cluster.dispatch import Dispatch, Flight
+from cluster.gateway import Gateway
+from cluster.membership import Fence, Kill, Restart
+from cluster.outcome import Outcome
+from cluster.router import RouterState
+from cluster.snapshot import Placement, Refusal, RequestView
+from cluster.streams import FrameHub
+from cluster.text import Text
+from cluster.wiring import dispatch_limits, gateway_settings, hasher_for, rank_settings
+from cluster.worker import Worker
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import Request, Token
+from kvtransfer.engine import TransferEngine
+from kvtransfer.inproc import InprocHub, InprocTransport
+from tandem.messages import (
+    Answer,
+    Code,
+    Commit,
+    Declined,
+    Forward,
+    FrameFor,
+    KvEvents,
+    LoadReport,
+    Question,
+    WorkerInfo,
+    WorkerRef,
+)
+from tandem.wire import decode_envelope, encode_envelope
+
+log = logging.getLogger(__name__)
+
+GATEWAY_ID = "local"
+ASK_S = 5.0
+
+OnAnswer = Callable[[Answer], None]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A worker's place: its present incarnation, and what keeps it going."""
+
+    worker: Worker
+    bell: asyncio.Event
+    pump: asyncio.Task[None] | None = None
+    frozen: bool = False
+    asked: dict[int, OnAnswer] = field(default_factory=dict)
+    """Questions that this worker has not answered yet."""
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self.worker.info.ref
+
+
+class LocalCluster:
+    """`async with LocalCluster(config, model) as cluster: …`; one event loop. `engine_of` may make other engines."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        model: Path,
+        *,
+        engine_of: Callable[[EngineConfig], Engine] = Engine.open,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.router = RouterState(config)
+        self.hub = FrameHub()
+        self.slots: dict[str, Slot] = {}
+        self.outcomes: list[Outcome] = []
+        self._model = model
+        self._engine_of = engine_of
+        self._clock = clock
+        self._inproc = InprocHub()
+        self._incarnations = count(1)
+        self._ask_ids = count(1)
+        self._closing = asyncio.Event()
+        self._turned = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        roads = _Roads(self)
+        self.dispatch = Dispatch(
+            roads,
+            roads,
+            self.hub,
+            GATEWAY_ID,
+            limits=dispatch_limits(config),
+            on_outcome=self.outcomes.append,
+            clock=clock,
+            seed=seed,
+        )
+        self.gateway = Gateway(
+            gateway_settings(config), Text.load(model), roads, self.dispatch, partial(hasher_for, config), clock=clock
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        for role in ROLES:
+            for name in worker_names(self.config, role):
+                self.start(name)
+        self._watch = asyncio.create_task(self._watch_health())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End everything; what still runs is lost."""
+        self._closing.set()
+        for name in tuple(self.slots):
+            self.kill(name)
+        if self._watch is not None:
+            await self._watch
+        await self.dispatch.drained()
+
+    def start(self, name: str) -> WorkerInfo:
+        """A fresh worker, or a new incarnation of one. Raises ValueError when the router refuses it."""
+        if name in self.slots:
+            self.kill(name)
+        settings = rank_settings(self.config, name, self._model, allow_faults=True)
+        incarnation = f"i{next(self._incarnations)}"
+        engine = self._engine_of(settings.engine)
+        bell = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        peer, region = f"{name}#{incarnation}", engine.pool_bytes()
+        transfers = TransferEngine(
+            peer,
+            region,
+            [InprocTransport(peer, region, self._inproc)],
+            clock=self._clock,
+            wake=partial(_ring, loop, bell),
+            checksums=True,
+        )
+        address = f"local/{name}/{incarnation}"
+        worker = Worker(replace(settings.worker, incarnation=incarnation, address=address), engine, transfers)
+        declined = self.router.register(worker.info, self._clock())
+        if declined is not None:
+            transfers.shutdown()
+            raise ValueError(declined.message)
+        slot = self.slots[name] = Slot(worker, bell)
+        slot.pump = asyncio.create_task(self._pump(slot))
+        return worker.info
+
+    restart = start
+
+    def kill(self, name: str) -> None:
+        """Without a word: its memory, its questions and its streams are gone at once."""
+        slot = self.slots.pop(name)
+        assert slot.pump is not None
+        slot.pump.cancel()
+        slot.worker.transfers.shutdown()
+        gone = Declined(Code.UNAVAILABLE, f"worker {name} is gone", by=name)
+        for on_answer in tuple(slot.asked.values()):
+            on_answer(gone)
+        self.hub.lost(name, slot.ref.incarnation, "it was killed")
+        self.router.lost(slot.ref, "it was killed", self._clock())
+
+    def freeze(self, name: str) -> None:
+        """As under SIGSTOP: it is there and says nothing."""
+        self.slots[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        self.slots[name].frozen = False
+        self.slots[name].bell.set()
+
+    # -- using it ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> tuple[tuple[Token, ...], Outcome]:
+        """Carry one request of token ids through the cluster. `deadline_s` defaults to the config's timeout."""
+        if request.deadline_s is None:
+            request = replace(request, deadline_s=self._clock() + self.config.timeouts.request_s)
+        flight = Flight(request=request, view=self.view(request))
+        tokens: list[Token] = []
+        async with contextlib.aclosing(self.dispatch.run(flight)) as deltas:
+            async for delta in deltas:
+                tokens += delta.tokens
+        assert flight.outcome is not None
+        return tuple(tokens), flight.outcome
+
+    def view(self, request: Request) -> RequestView:
+        """What the router is told of a request."""
+        infos = self.router.workers()
+        keys: tuple[bytes, ...] = ()
+        if infos:
+            keys = hasher_for(self.config, infos[0]).chain(request.token_ids, request.cache_salt)
+        return RequestView(
+            request_id=request.request_id,
+            prompt_tokens=len(request.token_ids),
+            prefix_keys=keys,
+            max_tokens=request.sampling.max_tokens,
+            sla_class=request.sla_class,
+            ttft_s=request.ttft_s,
+            itl_s=request.itl_s,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+        )
+
+    async def ask(self, worker: WorkerRef, question: Question, timeout_s: float = ASK_S) -> Answer:
+        """One question to one worker, as the gateway asks it."""
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._question(worker, question, timeout_s, partial(_settle, answered))
+        return await answered
+
+    def now(self) -> float:
+        return self._clock()
+
+    def info(self, name: str) -> WorkerInfo:
+        return self.slots[name].worker.info
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+        """Wait until the condition holds; looked at after each turn of a worker. TimeoutError with who is busy."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._turned.clear()
+                    await self._turned.wait()
+        except TimeoutError as error:
+            busy = {name: slot.worker.request_ids() for name, slot in self.slots.items() if not slot.worker.idle()}
+            raise TimeoutError(f"not so after {timeout_s:g} s; busy are {busy}") from error
+
+    async def settled(self, timeout_s: float = 15.0) -> None:
+        """Wait until every worker that is not frozen is idle."""
+        await self.dispatch.drained()
+        await self.until(lambda: all(slot.frozen or slot.worker.idle() for slot in self.slots.values()), timeout_s)
+
+    def check(self) -> None:
+        """Invariants of every room; of an idle cluster also that nothing is held. Raises AssertionError."""
+        self.router.check()
+        for slot in self.slots.values():
+            slot.worker.check()
+
+    # -- a worker's loop -------------------------------------------------------------------------------------------
+
+    async def _pump(self, slot: Slot) -> None:
+        worker = slot.worker
+        while True:
+            wait_s = None if slot.frozen else worker.wait_s(self._clock())
+            with contextlib.suppress(TimeoutError):
+                if wait_s != 0.0:
+                    await asyncio.wait_for(slot.bell.wait(), wait_s)
+            slot.bell.clear()
+            if slot.frozen:
+                continue
+            worker.prepare(self._clock())
+            self._carry(slot)
+            worker.tick(self._clock())
+            self._carry(slot)
+            self._turned.set()
+            await asyncio.sleep(0)  # everybody else's turn
+
+    def _carry(self, slot: Slot) -> None:
+        outbox, slot.worker.outbox = slot.worker.outbox, []
+        now = self._clock()
+        for ask_id, value in outbox:
+            _, carried = decode_envelope(encode_envelope(ask_id, value, now), now)
+            match carried:
+                case Forward(to=to, question=question):
+                    timeout_s = ASK_S * (2 if isinstance(question, Commit) else 1)
+                    self._question(to, question, timeout_s, partial(self._answer_to, slot, ask_id))
+                case FrameFor(frame=frame):
+                    self.hub.deliver(frame)
+                case LoadReport():
+                    self.router.report(carried, now)
+                case KvEvents():
+                    self.router.kv_events(carried)
+                case _:
+                    on_answer = slot.asked.get(ask_id)
+                    if on_answer is not None:
+                        on_answer(carried)
+
+    def _answer_to(self, slot: Slot, ask_id: int, answer: Answer) -> None:
+        if self.slots.get(slot.ref.name) is slot:
+            slot.worker.answered(ask_id, answer, self._clock())
+            slot.bell.set()
+
+    def _question(self, to: WorkerRef, question: Question, timeout_s: float, on_answer: OnAnswer) -> None:
+        """Bring a question to a worker; `on_answer` is called exactly once."""
+        slot = self.slots.get(to.name)
+        if slot is None or slot.ref != to:
+            on_answer(Declined(Code.UNAVAILABLE, f"worker {to.peer} is gone", by=to.name))
+            return
+        now = self._clock()
+        ask_id, carried = decode_envelope(encode_envelope(next(self._ask_ids), question, now), now)
+        silent = Declined(Code.UNAVAILABLE, f"worker {to.name} did not answer in {timeout_s:g} s", by=to.name)
+
+        def answered(answer: Answer) -> None:
+            if slot.asked.pop(ask_id, None) is not None:
+                timer.cancel()
+                on_answer(answer)
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, answered, silent)
+        slot.asked[ask_id] = answered
+        slot.worker.receive(ask_id, carried, now)
+        slot.bell.set()
+
+    # -- the router's hands ------------------------------------------------------------------------------------------
+
+    async def _watch_health(self) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), self.config.timeouts.heartbeat_s / 2)
+            for decision in self.router.tick(self._clock()):
+                self._carry_out(decision)
+
+    def _carry_out(self, decision: Any) -> None:
+        if self._closing.is_set():
+            return
+        match decision:
+            case Fence(worker=name, incarnation=incarnation, why=why):
+                self.hub.lost(name, incarnation, why)
+            case Kill(worker=name, incarnation=incarnation):
+                slot = self.slots.get(name)
+                if slot is not None and incarnation in ("", slot.ref.incarnation):
+                    self.kill(name)
+            case Restart(worker=name):
+                self.start(name)
+            case _:
+                log.error("%s", decision)
+
+
+class _Roads:
+    """The ports of dispatch and gateway, within the process."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+
+    # -- Workers -------------------------------------------------------------------------------------------------
+
+    async def ask(self, worker: WorkerRef, question: Question, timeout_s: float) -> Answer:
+        return await self._cluster.ask(worker, question, timeout_s)
+
+    async def open(self, worker: WorkerRef) -> None:
+        """Frames flow from the start."""
+
+    # -- Router --------------------------------------------------------------------------------------------------
+
+    async def place(self, request: RequestView, exclude: frozenset[str]) -> Placement | Refusal:
+        return self._cluster.router.place(request, exclude, self._cluster.now())
+
+    async def finished(self, request_id: str, outcome: Outcome) -> None:
+        self._cluster.router.finished(request_id, outcome.report)
+
+    async def suspect(self, worker: WorkerRef, why: str) -> None:
+        self._cluster.router.suspect(worker, why, self._cluster.now())
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._cluster.router.workers()
+
+
+def _settle(answered: asyncio.Future[Answer], answer: Answer) -> None:
+    if not answered.done():  # whoever asked may have gone
+        answered.set_result(answer)
+
+
+def _ring(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
+    """Wake a worker's loop, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to wake
+        loop.call_soon_threadsafe(bell.set)

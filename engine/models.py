@@ -2,6 +2,9 @@
 
 A step arrives as one flat batch of tokens of many sequences. Everything but attention is per token, so prompts and
 decodes run through the same products together; attention is handed in as an object that knows the step's sequences.
+
+The residual stream and the norms are float32 whatever the weights' dtype: in bfloat16 their rounding alone would move
+SmolLM2's logits by half a unit from one batch shape to another, twice what the products do.
 """
 
 from __future__ import annotations
@@ -48,15 +51,15 @@ class Decoder:
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attend: Attention
     ) -> torch.Tensor:
-        """Hidden states (tokens, hidden_size) after the last layer, not yet normed: give `logits` the rows wanted.
+        """Float32 hidden states (tokens, hidden_size) after the last layer, not yet normed: `logits` does that.
 
         `token_ids`, `positions` and `lengths` are (tokens,) int64; for `lengths` see `Rotary.angles`.
         """
         cos, sin = self._rotary.angles(positions, lengths)
-        x = F.embedding(token_ids, self.weights.embedding)
+        x = F.embedding(token_ids, self.weights.embedding).to(torch.float32)  # a fresh tensor: added to in place
         for index, layer in enumerate(self.weights.layers):
-            x = x + self._attention(index, layer, x, cos, sin, attend)
-            x = x + self._mlp(layer, x)
+            x += self._attention(index, layer, x, cos, sin, attend)
+            x += self._mlp(layer, x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,7 +77,7 @@ class Decoder:
             qk = torch.cat((q, k), dim=1)
         else:
             qk = qkv[:, :-kv_heads]
-        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
         mixed = attend(index, q, k, qkv[:, -kv_heads:], config.windows[index])
         return _linear(mixed.reshape(-1, heads * config.head_dim), layer.output)
 
@@ -83,7 +86,8 @@ class Decoder:
         return _linear(F.silu(gate).mul_(up), layer.down)
 
     def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return F.rms_norm(x, norm.weight.shape, norm.weight, self.config.norm_eps)
+        wide = x.to(torch.float32)
+        return F.rms_norm(wide, norm.weight.shape, norm.weight, self.config.norm_eps).to(self.dtype)
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:

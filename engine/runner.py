@@ -52,7 +52,8 @@ class ModelRunner:
 
 def wanted_rows(chunks: tuple[Chunk, ...]) -> list[int]:
     """Which rows of the flat batch need logits."""
-    rows, first = [], 0
+    rows: list[int] = []
+    first = 0
     for chunk in chunks:
         end = first + len(chunk.token_ids)
         rows += range(end - chunk.rows, end)

@@ -17,7 +17,7 @@ from engine.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Weight (size,) of an RMSNorm."""
+    """Weight (size,) of an RMSNorm, always float32."""
 
     weight: torch.Tensor
 
@@ -73,7 +73,7 @@ class _Maker:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.parts: list[Part] = []
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
 
     def weights(self) -> Weights:
         config = self.config
@@ -106,16 +106,19 @@ class _Maker:
         return Linear(weight, self._vector({f"{name}.bias": count for name, count in rows.items()}) if bias else None)
 
     def _norm(self, name: str, size: int) -> Norm:
-        return Norm(self._vector({f"{name}.weight": size}))
+        return Norm(self._split({f"{name}.weight": size}, torch.empty(size, dtype=torch.float32, device=self._device)))
 
     def _matrix(self, rows: dict[str, int], columns: int) -> torch.Tensor:
-        return self._split(rows, torch.empty(sum(rows.values()), columns, **self._options))
+        return self._split(rows, self._empty(sum(rows.values()), columns))
 
     def _vector(self, rows: dict[str, int]) -> torch.Tensor:
-        return self._split(rows, torch.empty(sum(rows.values()), **self._options))
+        return self._split(rows, self._empty(sum(rows.values())))
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _split(self, rows: dict[str, int], parameter: torch.Tensor) -> torch.Tensor:
-        pieces = parameter.split(list(rows.values()))
+        pieces = torch.split(parameter, list(rows.values()))
         self.parts += [Part(name, piece) for name, piece in zip(rows, pieces, strict=True)]
         return parameter
 

@@ -21,8 +21,8 @@ MakeAttention = Callable[[KVPool, AttentionBatch, float], Attention]
 
 def attention_for(device: torch.device) -> MakeAttention:
     """Triton on a GPU, torch elsewhere."""
-    if device.type != "cuda":
-        return TorchAttention
-    from engine.kernels.triton_attention import TritonAttention  # needs a GPU's compiler at import
+    if device.type == "cuda":
+        from engine.kernels.triton_attention import TritonAttention  # triton is there on Linux only
 
-    return TritonAttention
+        return TritonAttention
+    return TorchAttention

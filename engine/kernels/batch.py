@@ -56,7 +56,9 @@ def batch_of(pieces: Sequence[tuple[int, int, Sequence[int]]], block_size: int) 
     for start, query, table in pieces:
         needed = -(-(start + query) // block_size)
         if query <= 0 or len(table) < needed:
-            raise ValueError(f"{query} tokens at position {start} need {max(needed, 1)} blocks; the table has {len(table)}")
+            raise ValueError(
+                f"{query} tokens at position {start} need {max(needed, 1)} blocks; the table has {len(table)}"
+            )
         spans.append(Span(first, query, start, tuple(table[:needed])))
         first += query
     return AttentionBatch(tuple(spans), block_size)

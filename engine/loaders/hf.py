@@ -73,7 +73,9 @@ def _weight_files(directory: Path) -> list[str]:
         raise ModelError(_no_weights(directory, present))
     for file in sorted(listed - present):
         missing = [name for name, of in _weight_map(directory).items() if of == file]
-        raise ModelError(f"{file} is listed in {INDEX} but missing, with tensor {missing[0]} and {len(missing) - 1} more")
+        raise ModelError(
+            f"{file} is listed in {INDEX} but missing, with tensor {missing[0]} and {len(missing) - 1} more"
+        )
     for file in sorted(present - listed):
         raise ModelError(f"{file} belongs to no index; remove it from the model directory")
     return sorted(listed)

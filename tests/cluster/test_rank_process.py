@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.toy import make_toy_checkpoint
 from engine.types import FinishReason, Request, SamplingParams
+from kvtransfer.select import ucx_available
 from tandem.messages import (
     Abort,
     Aborted,
@@ -54,9 +55,9 @@ def engine_config(path: Path) -> EngineConfig:
     return EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, threads=1)
 
 
-def control(name: str, role: str, path: Path, **settings: object) -> Control:
+def control(name: str, role: str, path: Path, scheme: str = "tcp", **settings: object) -> Control:
     worker = WorkerSettings(name=name, incarnation="", role=role, address="", allow_faults=True)
-    rank = RankSettings(worker=worker, engine=engine_config(path), transports=("tcp",), checksums=True)
+    rank = RankSettings(worker=worker, engine=engine_config(path), transports=(scheme,), checksums=True)
     return Control(ControlSettings(secret=SECRET, **settings), rank)  # type: ignore[arg-type]
 
 
@@ -136,8 +137,22 @@ async def no_blocks_held(worker: Control) -> None:
             assert not worker.died.done()
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "ucx"])
 async def test_tokens_travel_through_two_real_workers(
-    pair: tuple[Control, Control], gateway: Gateway, checkpoint: Path, heard: Subscriber
+    scheme: str, gateway: Gateway, checkpoint: Path, heard: Subscriber
+) -> None:
+    if scheme == "ucx" and not ucx_available()[0]:
+        pytest.skip(ucx_available()[1])
+    pair = (control("p0", "prefill", checkpoint, scheme), control("d0", "decode", checkpoint, scheme))
+    await asyncio.gather(*(worker.start() for worker in pair))
+    try:
+        await _tokens_travel(pair, gateway, checkpoint, heard, scheme)
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in pair))
+
+
+async def _tokens_travel(
+    pair: tuple[Control, Control], gateway: Gateway, checkpoint: Path, heard: Subscriber, scheme: str
 ) -> None:
     prefill, decode = refs(pair)
     heard.connect(pair[1].events_address)
@@ -149,7 +164,7 @@ async def test_tokens_travel_through_two_real_workers(
     assert deltas[-1].finish is FinishReason.LENGTH
     answer = await submit
     assert isinstance(answer, HandedOver)
-    assert (answer.report.transport, answer.report.kv_blocks) == ("tcp", 7)
+    assert (answer.report.transport, answer.report.kv_blocks) == (scheme, 7)
     async with asyncio.timeout(10):
         while not isinstance(event := await heard.receive(), KvEvents):
             assert event.worker == "d0"

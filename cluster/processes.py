@@ -57,6 +57,13 @@ def descendants(pid: int) -> tuple[Process, ...]:
     return tuple(family)
 
 
+def kill_family(process: Process) -> None:
+    """SIGKILL to the process and its descendants; stopped ones die of it, too."""
+    if process.alive():
+        for member in (process, *descendants(process.pid)):
+            member.send(signal.SIGKILL)
+
+
 def end(processes: Iterable[Process], *, grace_s: float) -> tuple[Process, ...]:
     """Wait for processes that have been told to end; kill and return those that have not within `grace_s`."""
     stubborn = _wait(processes, time.monotonic() + grace_s)

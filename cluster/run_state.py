@@ -31,8 +31,8 @@ class RunState:
     api_key_env: str | None = None
     ray_address: str | None = None
     namespace: str = "tandem"
-    log: str = ""
     workers: tuple[str, ...] = ()
+    drain_s: float = 30.0
 
     def alive(self) -> bool:
         return self.owner is None or self.owner.alive()

@@ -1,0 +1,36 @@
+"""The cluster at a glance: what the router knows of every worker, for `/status`, `tandem status` and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.types import EngineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker. `load` is None until it has registered."""
+
+    name: str
+    role: str
+    health: str
+    why: str
+    incarnation: str = ""
+    address: str = ""
+    load: EngineLoad | None = None
+    transfers_in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """`not_ready` is empty when requests can be served. `decisions`: the router's last ones, newest last."""
+
+    not_ready: str
+    workers: tuple[WorkerStatus, ...] = ()
+    placements: Mapping[str, int] = field(default_factory=dict)
+    decisions: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ready": not self.not_ready, **asdict(self)}

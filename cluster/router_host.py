@@ -1,0 +1,178 @@
+"""The router at work: its state, its ears, its clock and its hands, in one event loop. Ray only carries the calls here.
+
+    workers ──load reports, KV events (ZeroMQ)──▶ state ◀──place, finished, suspect── gateways
+    newborn workers ──turn, register──▶ supervisor ──kill──▶ processes        └──fences──▶ gateways
+
+If it dies, a new one begins empty: workers notice that they are not known and register again, their reports bring the
+live requests back into the ledger, and gateways ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cluster.cluster_status import ClusterStatus, WorkerStatus
+from cluster.config import ROLES, TandemConfig, worker_names
+from cluster.events import Subscriber
+from cluster.outcome import Outcome
+from cluster.processes import Process
+from cluster.router import RouterState
+from cluster.snapshot import Placement, Refusal, RequestView
+from cluster.supervisor import Fenced, Supervisor
+from cluster.wiring import role_of
+from tandem.messages import Declined, LoadReport, WorkerInfo, WorkerRef
+
+log = logging.getLogger(__name__)
+
+DECISIONS_SHOWN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a worker's process is: the node (Ray's id of it) and the process there."""
+
+    node_id: str
+    process: Process
+
+
+class RouterHost:
+    """`kill` ends a process wherever it is, without waiting. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        secret: str,
+        kill: Callable[[Whereabouts], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = RouterState(config)
+        self._config = config
+        self._clock = clock
+        self._kill = kill
+        self._whereabouts: dict[str, Whereabouts] = {}
+        self._events: dict[str, str] = {}
+        self._subscriber = Subscriber(secret)
+        self._supervisor = Supervisor(self.state, self._end, clock)
+        self._supervisor.expect(name for role in ROLES for name in worker_names(config, role))
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    async def start(self) -> None:
+        self._tasks = (asyncio.create_task(self._listen()), asyncio.create_task(self._watch()))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._subscriber.close()
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    async def turn(self, name: str, where: Whereabouts) -> Declined | None:
+        """A newborn worker asks whether it may start; see `cluster.supervisor`."""
+        waiting = self._supervisor.turn(name)
+        self._whereabouts[name] = where
+        return await waiting
+
+    def register(self, info: WorkerInfo, events: str, where: Whereabouts) -> Declined | None:
+        """A worker is ready; its load reports and KV events come from `events`."""
+        declined = self.state.register(info, self._clock())
+        if declined is None:
+            name = info.ref.name
+            self._whereabouts[name] = where
+            self._supervisor.joined(name)
+            self._hear(name, events)
+            log.info("%s registered from %s", info.ref.peer, info.ref.address)
+        return declined
+
+    def failed(self, name: str, why: str) -> None:
+        """A worker could not start, or ended, and says why before it goes."""
+        log.warning("%s: %s", name, why)
+        ref = next((info.ref for info in self.state.workers() if info.ref.name == name), None)
+        if ref is not None:
+            self.state.lost(ref, why, self._clock())
+        else:
+            self.state.membership.exited(name, "", why, self._clock())
+
+    def knows(self, ref: WorkerRef) -> bool:
+        """False: register again (the router is a new one) or end (it was fenced)."""
+        return any(info.ref == ref for info in self.state.workers())
+
+    # -- gateways ------------------------------------------------------------------------------------------------
+
+    def place(self, view: RequestView, left_s: float | None, exclude: frozenset[str]) -> Placement | Refusal:
+        """`left_s` until the request's deadline: clocks of two machines differ."""
+        now = self._clock()
+        here = replace(view, deadline_s=None if left_s is None else now + left_s)
+        return self.state.place(here, exclude, now)
+
+    def finished(self, request_id: str, outcome: Outcome) -> None:
+        self.state.finished(request_id, outcome.report)
+
+    def suspect(self, ref: WorkerRef, why: str) -> None:
+        self.state.suspect(ref, why, self._clock())
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self.state.workers()
+
+    async def fences(self, after: int) -> tuple[Fenced, ...]:
+        """News of fenced workers; negative: only the number from which to follow, as an empty news at once."""
+        return await self._supervisor.fences(after)
+
+    def last_fence(self) -> int:
+        return self._supervisor.last_fence
+
+    def status(self) -> ClusterStatus:
+        loads = self.state.loads()
+        members = sorted(self.state.membership.members(), key=lambda member: member.name)
+        workers = []
+        for member in members:
+            info, load, transfers = loads.get(member.name, (None, None, 0))
+            workers.append(
+                WorkerStatus(
+                    name=member.name,
+                    role=role_of(member.name),
+                    health=str(member.health),
+                    why=member.why,
+                    incarnation=member.incarnation,
+                    address=info.ref.address if info else "",
+                    load=load,
+                    transfers_in_flight=transfers,
+                )
+            )
+        ready, why = self.state.readiness()
+        decisions = tuple(self.state.recent)[-DECISIONS_SHOWN:]
+        placements = dict(self.state.placements)
+        return ClusterStatus(
+            not_ready="" if ready else why, workers=tuple(workers), placements=placements, decisions=decisions
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _hear(self, name: str, events: str) -> None:
+        old = self._events.get(name)
+        if old is not None and old != events:
+            self._subscriber.disconnect(old)
+        self._events[name] = events
+        self._subscriber.connect(events)
+
+    async def _listen(self) -> None:
+        async for event in self._subscriber:
+            if isinstance(event, LoadReport):
+                self.state.report(event, self._clock())
+            else:
+                self.state.kv_events(event)
+
+    async def _watch(self) -> None:
+        while True:
+            self._supervisor.tick()
+            await asyncio.sleep(self._config.timeouts.heartbeat_s / 2)
+
+    def _end(self, name: str) -> None:
+        where = self._whereabouts.pop(name, None)
+        if where is not None:
+            self._kill(where)

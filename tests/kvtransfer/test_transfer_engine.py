@@ -115,11 +115,13 @@ def test_a_span_is_taken_once_whether_done_or_in_flight():
 
 def test_a_close_is_quiet_only_when_the_last_receive_has_ended():
     engine, script, _ = scripted()
-    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    engine.open(KEY, SOURCE, block_spans(range(6), 16))
     script.accept(offer(1))
     script.accept(offer(2, first=2))
     engine.close(KEY)
-    assert isinstance(script.accept(offer(3)), Refused)
+    late = script.accept(offer(3, first=4))
+    assert isinstance(late, Refused)
+    assert "no open lease" in late.reason
     script.coming.append(Taken(offer(2, first=2)))
     assert engine.poll() == [], "bytes of a closed lease are not received, and one receive is still out"
     assert engine.in_flight() == 1

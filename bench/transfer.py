@@ -156,8 +156,7 @@ def copy_gb_per_s(block_bytes: int, rounds: int) -> float:
 
 
 def measure(transport: str, rounds: int) -> dict[str, float]:
-    """GB/s per block size (median of `rounds`, one more to warm up), and the microseconds until the source knows that one
-    block of 368 KiB is in place."""
+    """GB/s per block size (median of `rounds` after one to warm up); `latency_us`: until the source knows one push."""
     result = {}
     with two_processes(transport) as (worker, child):
         course = Course(worker, child)

@@ -19,7 +19,7 @@ SETUP := $(PYTHON) scripts/environment.py --venv '$(VENV)' --torch '$(TORCH)' --
 .PHONY: demo serve stop doctor test check clean setup
 
 demo: setup
-	@$(RUN) -m cluster.cli demo $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)
+	@$(RUN) -m cluster.cli demo --config '$(or $(CONFIG),deploy/demo.sla.yaml)' $(ARGS)
 
 serve: setup
 	@$(RUN) -m cluster.cli serve --detach $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)

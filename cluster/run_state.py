@@ -33,6 +33,8 @@ class RunState:
     namespace: str = "tandem"
     workers: tuple[str, ...] = ()
     drain_s: float = 30.0
+    tls_ca: str | None = None
+    """PEM file by which clients here know the gateway; None: no TLS."""
 
     def alive(self) -> bool:
         return self.owner is None or self.owner.alive()

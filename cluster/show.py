@@ -1,0 +1,82 @@
+"""What the commands show on the terminal: tables of findings, models and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster import models
+from cluster.doctor import FAIL, OK, WARN, Finding
+from cluster.run_state import NotRunning, RunState
+
+STATUS_TIMEOUT_S = 5.0
+_COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
+_HEALTH_COLOURS = {"alive": "green", "starting": "yellow", "suspect": "yellow", "fenced": "red", "failed": "red"}
+
+
+def show_finding(finding: Finding) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    colour = _COLOURS[finding.level]
+    console.print(f"[{colour}]{finding.level:>4}[/{colour}]  {finding.what}: {finding.detail}")
+    if finding.remedy:
+        console.print(f"      remedy: {finding.remedy}", markup=False)
+
+
+def show_models(known: Iterable[models.KnownModel], folder: Path) -> None:
+    table = Table("name", "what it is", "here")
+    for model in known:
+        table.add_row(model.name, model.about, "yes" if models.is_fetched(model, folder) else "fetched when first used")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Cache folder: {folder}. A Hugging Face directory or a .gguf file is named by its path.", soft_wrap=True
+    )
+
+
+def show_status(state: RunState) -> None:
+    """Workers, their health and load, and the router's last decisions."""
+    status = _ask(state)
+    console = Console(highlight=False)
+    ready = "[green]ready[/green]" if status["ready"] else f"[red]not ready[/red]: {status['not_ready']}"
+    console.print(f"{state.model}: {ready}   HTTP {state.http}   gRPC {state.grpc}")
+    console.print(_workers(status["workers"]))
+    for reason, count in sorted(status["placements"].items()):
+        console.print(f"{count:>6}  {reason}", markup=False)
+
+
+def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table("worker", "health", "running", "waiting", "KV live", "cached", "of", "in flight", "why")
+    for worker in workers:
+        load = worker["load"] or {}
+        colour = _HEALTH_COLOURS.get(worker["health"], "white")
+        numbers = ("running", "waiting", "live_blocks", "cached_blocks", "total_blocks")
+        table.add_row(
+            worker["name"],
+            f"[{colour}]{worker['health']}[/{colour}]",
+            *(str(load.get(name, "-")) for name in numbers),
+            str(worker["transfers_in_flight"]),
+            worker["why"],
+        )
+    return table
+
+
+def _ask(state: RunState) -> dict[str, Any]:
+    """The gateway's `/status`. NotRunning when it does not answer."""
+    scheme = "https" if state.tls_ca else "http"
+    request = urllib.request.Request(f"{scheme}://{state.http}/status")
+    if state.api_key_env:
+        request.add_header("authorization", f"Bearer {os.environ.get(state.api_key_env, '')}")
+    try:
+        with urllib.request.urlopen(request, timeout=STATUS_TIMEOUT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise NotRunning(f"the gateway at {state.http} does not say how it is: {error}") from error

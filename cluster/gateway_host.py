@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 from collections.abc import Coroutine
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster import dispatch as dispatching
 from cluster.cluster_status import ClusterStatus
@@ -92,7 +96,8 @@ class GatewayHost:
         )
         section = config.gateway
         http = HttpSettings(api_key=api_key, max_body_bytes=section.max_message_bytes, metrics=self._expose)
-        self._http = HttpServer(build_app(self.gateway, http), section.host, section.http_port, tls=section.tls)
+        app = with_status(build_app(self.gateway, http), router, api_key)
+        self._http = HttpServer(app, section.host, section.http_port, tls=section.tls)
         grpc = GrpcSettings(api_key=api_key, max_message_bytes=section.max_message_bytes, tls=section.tls)
         self._grpc = InferenceServer(self.gateway, grpc, section.host, section.grpc_port)
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -173,6 +178,26 @@ class GatewayHost:
 
     def _expose(self) -> tuple[bytes, str]:
         return self._metrics.expose(), CONTENT_TYPE
+
+
+def with_status(app: ASGIApp, router: Router, api_key: str | None) -> ASGIApp:
+    """The application with `GET /status`, the cluster at a glance, under the same key as the rest."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/status":
+            await app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+            await JSONResponse({"error": {"message": "a valid API key is needed"}}, 401)(scope, receive, send)
+            return
+        try:
+            answer = JSONResponse((await router.status()).to_json())
+        except RouterAway:
+            answer = JSONResponse({"error": {"message": "the router is being restarted"}}, 503)
+        await answer(scope, receive, send)
+
+    return guarded
 
 
 class Workers:

@@ -62,8 +62,8 @@ class WindowDetokenizer:
     def _push_one(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._grown()
-        unsure = text.endswith("\ufffd") and len(self._ids) - self._known < self._LONGEST_CHARACTER
-        return "" if unsure or not text else self._advance(text)
+        doubtful = len(text) - len(text.rstrip("\ufffd"))
+        return "" if 0 < doubtful < self._LONGEST_CHARACTER or not text else self._advance(text)
 
     def _grown(self) -> str:
         known = self._decode(self._ids[: self._known])

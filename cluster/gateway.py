@@ -17,8 +17,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from cluster.config import SlaClass
@@ -56,15 +56,10 @@ class GatewaySettings:
     model: str
     classes: Mapping[str, SlaClass]
     default_class: str = "default"
-    request_s: float = 600.0
-    """The time that a request has, for classes that name no timeout."""
     max_streams: int = 256
     router_timeout_s: float = 2.0
     facts_s: float = 5.0
     """For how long what the workers say of themselves is taken as known."""
-
-    def timeout_s(self, sla: SlaClass) -> float:
-        return self.request_s if sla.timeout_s is None else sla.timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +129,17 @@ class Gateway:
 
     async def prepare(self, ask: Ask) -> Job:
         """Everything that can be refused is refused here: RequestFailed, with the field where one is at fault."""
-        try:
+        with self.refusals():
             return await self._prepare(ask)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts refusals, and makes an InvalidRequest a RequestFailed. The front ends read their bodies in it."""
+        try:
+            yield
         except InvalidRequest as error:
             self._on_refused(Code.INVALID)
-            raise RequestFailed(Code.INVALID, f"{error.field}: {error.message}", error.field) from error
+            raise RequestFailed(Code.INVALID, str(error), error.field) from error
         except RequestFailed as error:
             self._on_refused(error.code)
             raise
@@ -162,19 +163,15 @@ class Gateway:
             model=self.settings.model,
             class_name=class_name,
             sla=sla,
-            timeout_s=self.settings.timeout_s(sla),
         )
         requests = requests_for(ask, prompts, given, facts.limits)
         views = tuple(_view(request, facts.hasher) for request in requests)
         return Job(given.request_id, requests, views, ask.include_stop)
 
     async def encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
-        """Token ids only, for the tokenize route. RequestFailed as in `prepare`."""
-        try:
-            check_ask(ask)
-            return await self._encode(ask)
-        except InvalidRequest as error:
-            raise RequestFailed(Code.INVALID, f"{error.field}: {error.message}", error.field) from error
+        """Token ids only, for the tokenize route. InvalidRequest names the field."""
+        check_ask(ask)
+        return await self._encode(ask)
 
     async def _encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
         length = sum(len(message["content"]) for message in ask.messages or ())
@@ -190,7 +187,8 @@ class Gateway:
         `finish` ABORT.
         """
         request = job.requests[index]
-        self._check_open(1)
+        with self.refusals():
+            self._check_open(1)
         flight = Flight(request, job.views[index])
         writer = _Writer(self.text, request.sampling, job.include_stop)
         last = Piece()

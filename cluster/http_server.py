@@ -135,15 +135,19 @@ class _Api:
         return JSONResponse({"count": sum(map(len, prompts)), "tokens": tokens})
 
     async def completions(self, request: Request) -> Response:
-        body = await self._read(request, CompletionBody)
-        job = await self._gateway.prepare(body.ask())
+        with self._gateway.refusals():
+            body = await self._read(request, CompletionBody)
+            ask = body.ask()
+        job = await self._gateway.prepare(ask)
         text = self._gateway.text
         echo = [text.decode(one.token_ids) if body.echo else "" for one in job.requests]
         return await self._respond(request, body, job, CompletionShape(text, body.logprobs is not None, echo))
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._read(request, ChatBody)
-        job = await self._gateway.prepare(body.ask())
+        with self._gateway.refusals():
+            body = await self._read(request, ChatBody)
+            ask = body.ask()
+        job = await self._gateway.prepare(ask)
         return await self._respond(request, body, job, ChatShape(self._gateway.text, bool(body.logprobs)))
 
     async def _respond(self, request: Request, body: CompletionBody | ChatBody, job: Job, shape: Shape) -> Response:

@@ -82,12 +82,14 @@ class InferenceService:
         """Writes the stream itself: a generator would not be closed when the call is cancelled in the middle of a
         write."""
         try:
-            job = await self._gateway.prepare(ask_from(_parse(pb.GenerateRequest, data), context.time_remaining()))
+            with self._gateway.refusals():
+                ask = ask_from(_parse(pb.GenerateRequest, data), context.time_remaining())
+            job = await self._gateway.prepare(ask)
             await context.send_initial_metadata((("x-request-id", job.group_id),))
             async with aclosing(self._gateway.answer(job, 0)) as pieces:
                 async for piece in pieces:
                     await context.write(response(self._gateway.text, job, piece))
-        except (RequestFailed, InvalidRequest) as error:
+        except RequestFailed as error:
             await _abort(context, error)
 
     async def abort(self, data: bytes, context: Context) -> pb.AbortResponse:
@@ -104,9 +106,7 @@ class InferenceService:
             await _abort(context, error)
         settings = self._gateway.settings
         classes = [
-            pb.SlaClass(
-                name=name, ttft_s=sla.ttft_s, itl_s=sla.itl_s, priority=sla.priority, timeout_s=settings.timeout_s(sla)
-            )
+            pb.SlaClass(name=name, ttft_s=sla.ttft_s, itl_s=sla.itl_s, priority=sla.priority, timeout_s=sla.timeout_s)
             for name, sla in sorted(settings.classes.items())
         ]
         model = pb.Model(

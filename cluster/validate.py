@@ -75,10 +75,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the gateway adds to an ask: its id, seed, arrival (monotonic seconds) and the class it fell into.
-
-    `timeout_s` is that of the class, for an ask without one.
-    """
+    """What the gateway adds to an ask: its id, seed, arrival (monotonic seconds) and the class it fell into."""
 
     request_id: str
     seed: int
@@ -86,7 +83,6 @@ class Given:
     model: str
     class_name: str
     sla: SlaClass
-    timeout_s: float
 
 
 def check_ask(ask: Ask) -> None:
@@ -155,7 +151,7 @@ def _request(
         ttft_s=given.sla.ttft_s if ask.ttft_s is None else ask.ttft_s,
         itl_s=given.sla.itl_s if ask.itl_s is None else ask.itl_s,
         arrival_s=given.arrival_s,
-        deadline_s=given.arrival_s + (given.timeout_s if ask.timeout_s is None else ask.timeout_s),
+        deadline_s=given.arrival_s + (given.sla.timeout_s if ask.timeout_s is None else ask.timeout_s),
         cache_salt=ask.cache_salt or "",
         sequence_index=index,
     )

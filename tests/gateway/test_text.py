@@ -185,7 +185,7 @@ def test_the_default_model_splits_digits_before_words(smollm2_path: Path) -> Non
 
 
 def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'tekken'.*known"):
+    with pytest.raises(ModelError, match=r"'tekken'.*known"):
         Text.load(_gguf(tmp_path, pre="tekken"))
 
 

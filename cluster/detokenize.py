@@ -52,6 +52,8 @@ class WindowDetokenizer:
         self._ids: list[int] = []
         self._known = 0
         """Ids at the start of the window whose text is out."""
+        self._doubts = 0
+        """How many ids in a row may have been parts of one character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(self._push_one(token_id) for token_id in token_ids)
@@ -62,8 +64,9 @@ class WindowDetokenizer:
     def _push_one(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._grown()
-        doubtful = len(text) - len(text.rstrip("\ufffd"))
-        return "" if 0 < doubtful < self._LONGEST_CHARACTER or not text else self._advance(text)
+        self._doubts += text.endswith("\ufffd")
+        unsure = text.endswith("\ufffd") and self._doubts < self._LONGEST_CHARACTER
+        return "" if unsure or not text else self._advance(text)
 
     def _grown(self) -> str:
         known = self._decode(self._ids[: self._known])
@@ -73,6 +76,7 @@ class WindowDetokenizer:
         """`text` goes out; the last ids stay as the context of the next."""
         self._ids = self._ids[self._known :]
         self._known = len(self._ids)
+        self._doubts = 0
         return text
 
 

@@ -1,0 +1,58 @@
+"""The default model answers as transformers does on the same dequantised weights, token by token, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_rig import greedy, make_runner
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.runner import ModelRunner
+
+pytestmark = pytest.mark.model
+PROMPTS = {
+    "one token": [1],
+    "a block": list(range(100, 116)),
+    "a chat": [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198],
+    "a long one": [(7 * i * i + 13 * i) % 40_000 + 20 for i in range(300)],
+}
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def runner(smollm2_path: Path) -> ModelRunner:
+    return make_runner(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> transformers.LlamaForCausalLM:
+    """Weights as transformers itself reads the file, independent of our loader."""
+    settings = dict(load_gguf_checkpoint(str(smollm2_path))["config"]) | {"tie_word_embeddings": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    read = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(
+        {name: torch.as_tensor(value, dtype=torch.float32) for name, value in read["tensors"].items()}, strict=False
+    )
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_output_equals_transformers(
+    runner: ModelRunner, reference: transformers.LlamaForCausalLM, name: str
+) -> None:
+    prompt = PROMPTS[name]
+    expected = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=COUNT,
+        min_new_tokens=COUNT,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    assert greedy(runner, prompt, COUNT) == expected

@@ -6,8 +6,9 @@ import asyncio
 import os
 import secrets
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest_asyncio
 
 from cluster.control import Control, ControlSettings, WorkerDied
 from cluster.events import Publisher, Subscriber
-from cluster.ipc import RankSettings
+from cluster.ipc import RankSettings, to_json
 from cluster.node_client import NodeClient
 from cluster.streams import FrameHub
 from cluster.worker import WorkerSettings
@@ -37,6 +38,7 @@ from tandem.messages import (
     HandedOver,
     KvEvents,
     LoadReport,
+    Question,
     Submit,
     WorkerRef,
 )
@@ -282,3 +284,65 @@ async def test_events_are_heard_only_by_who_shares_the_secret(heard: Subscriber)
         await asyncio.wait_for(stranger.receive(), 0.3)
     stranger.close()
     publisher.close()
+
+
+async def test_a_submit_whose_caller_leaves_is_aborted(
+    pair: tuple[Control, Control], gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = refs(pair)
+    told: asyncio.Queue[object] = asyncio.Queue()
+    for name in ("ask", "tell"):
+        monkeypatch.setattr(pair[0], name, recording(getattr(pair[0], name), told))
+    os.kill(pair[0].pid or 0, signal.SIGSTOP)
+    _, submit = await gateway.start(request("r", 500), prefill, decode)
+    assert isinstance(await asyncio.wait_for(told.get(), 5), Submit)
+    submit.cancel()
+    assert await asyncio.wait_for(told.get(), 5) == Abort("r")
+    os.kill(pair[0].pid or 0, signal.SIGCONT)
+    assert isinstance(await gateway.client.ask(decode, Abort("r"), 5), Aborted)
+    await asyncio.gather(*(no_blocks_held(worker) for worker in pair))
+    assert pair[0].last_report is not None
+    assert pair[0].last_report.load.prompt_tokens == 0
+
+
+def recording(method: Callable[[Question], object], told: asyncio.Queue[object]) -> Callable[[Question], object]:
+    def recorded(question: Question) -> object:
+        told.put_nowait(question)
+        return method(question)
+
+    return recorded
+
+
+ONLY_A_CONTROL = """
+import asyncio, json, sys
+from cluster.control import Control, ControlSettings
+from cluster.ipc import from_json
+
+async def main():
+    control = Control(ControlSettings(secret="s"), from_json(sys.stdin.read()))
+    await control.start()
+    print(control.pid, flush=True)
+    await control.died
+
+asyncio.run(main())
+"""
+
+
+async def test_a_rank_dies_with_its_control(checkpoint: Path) -> None:
+    worker = WorkerSettings(name="d0", incarnation="", role="decode", address="")
+    settings = RankSettings(worker=worker, engine=engine_config(checkpoint), transports=("tcp",))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ONLY_A_CONTROL, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(to_json(settings).encode())
+    process.stdin.close()
+    rank = os.pidfd_open(int(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)))
+    process.kill()
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(rank, gone.set)
+    await asyncio.wait_for(gone.wait(), 10)
+    asyncio.get_running_loop().remove_reader(rank)
+    os.close(rank)
+    assert await process.wait() == -signal.SIGKILL

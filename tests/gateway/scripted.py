@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -66,6 +67,11 @@ def toy_text(**settings: object) -> Text:
     return Text(tokenizer, known | settings)
 
 
+@cache
+def _plain_text() -> Text:
+    return toy_text()
+
+
 def _byte(character: str) -> int:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -77,7 +83,9 @@ def ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def worker(name: str, role: str, *, total_blocks: int = 64, max_model_len: int = 512) -> WorkerInfo:
+def worker(
+    name: str, role: str, *, total_blocks: int = 64, max_model_len: int = 512, vocab_size: int = VOCAB
+) -> WorkerInfo:
     return WorkerInfo(
         ref=WorkerRef(name, "1", "local"),
         role=role,
@@ -86,7 +94,7 @@ def worker(name: str, role: str, *, total_blocks: int = 64, max_model_len: int =
         layout="layers=2 kv_heads=2 head_dim=16 block=16 dtype=float32",
         numerics="float32",
         max_model_len=max_model_len,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         block_bytes=1024,
         total_blocks=total_blocks,
         max_num_seqs=8,
@@ -264,7 +272,7 @@ async def bench(
     numbers = iter(range(1_000_000))
     gateway = Gateway(
         chosen,
-        text or toy_text(),
+        text or _plain_text(),
         router,
         dispatch,
         lambda info: PrefixHasher("builtin", root),

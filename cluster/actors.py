@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -40,14 +40,6 @@ ASK_S = 10.0
 """For a call between actors that should take a millisecond."""
 END_NOW = 70
 """Exit code by which a worker's process makes way for the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pids:
-    """The processes of a worker."""
-
-    control: int
-    rank: int | None
 
 
 class RouterActor:
@@ -109,9 +101,6 @@ class WorkerActor:
         host = LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self.host = WorkerHost(config, secret, name, RayDesk(where), host=host, allow_faults=allow_faults)
         self._running = asyncio.get_running_loop().create_task(self._run())
-
-    async def pids(self) -> Pids:
-        return Pids(os.getpid(), self.host.control.pid if self.host.control else None)
 
     async def stop(self) -> None:
         """End the rank in an orderly way; the actor is killed by whoever asked."""
@@ -277,11 +266,6 @@ def addresses(timeout_s: float) -> Addresses | None:
 
 def status(timeout_s: float) -> ClusterStatus | None:
     return _within(ClusterStatus, ray.get_actor(ROUTER).status.remote(), timeout_s)
-
-
-def worker_pids(name: str, timeout_s: float = ASK_S) -> Pids | None:
-    """For tests that hurt them."""
-    return _within(Pids, ray.get_actor(name).pids.remote(), timeout_s)
 
 
 def end_all(workers: Iterable[str], grace_s: float) -> None:

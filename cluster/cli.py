@@ -46,7 +46,7 @@ def main() -> None:
 def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
     for option in (
         click.option("--decode", type=click.IntRange(1), help="Number of decode workers."),
-        click.option("--prefill", type=click.IntRange(0), help="Number of prefill workers."),
+        click.option("--prefill", type=click.IntRange(1), help="Number of prefill workers."),
         click.option("--config", "config_file", type=click.Path(path_type=Path), help="SLA file (YAML)."),
     ):
         command = option(command)

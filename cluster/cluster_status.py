@@ -19,6 +19,8 @@ class WorkerStatus:
     why: str
     incarnation: str = ""
     address: str = ""
+    pid: int | None = None
+    """Of its control, on its own machine."""
     load: EngineLoad | None = None
     transfers_in_flight: int = 0
 

@@ -120,7 +120,7 @@ class RouterHost:
         return self.state.workers()
 
     async def fences(self, after: int) -> tuple[Fenced, ...]:
-        """News of fenced workers; negative: only the number from which to follow, as an empty news at once."""
+        """News of fenced workers with a number above `after`; waits for some."""
         return await self._supervisor.fences(after)
 
     def last_fence(self) -> int:
@@ -132,6 +132,7 @@ class RouterHost:
         workers = []
         for member in members:
             info, load, transfers = loads.get(member.name, (None, None, 0))
+            where = self._whereabouts.get(member.name)
             workers.append(
                 WorkerStatus(
                     name=member.name,
@@ -140,6 +141,7 @@ class RouterHost:
                     why=member.why,
                     incarnation=member.incarnation,
                     address=info.ref.address if info else "",
+                    pid=where.process.pid if where else None,
                     load=load,
                     transfers_in_flight=transfers,
                 )

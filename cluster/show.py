@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,22 +49,26 @@ def show_status(state: RunState) -> None:
     ready = "[green]ready[/green]" if status["ready"] else f"[red]not ready[/red]: {status['not_ready']}"
     console.print(f"{state.model}: {ready}   HTTP {state.http}   gRPC {state.grpc}")
     console.print(_workers(status["workers"]))
+    for worker in status["workers"]:
+        if worker["health"] != "alive":
+            console.print(f"{worker['name']} is {worker['health']}: {worker['why']}", markup=False, soft_wrap=True)
     for reason, count in sorted(status["placements"].items()):
         console.print(f"{count:>6}  {reason}", markup=False)
 
 
 def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
-    table = Table("worker", "health", "running", "waiting", "KV live", "cached", "of", "in flight", "why")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("worker", "health", "pid"):
+        table.add_column(name)
+    for name in ("running", "waiting", "KV live", "cached", "of"):
+        table.add_column(name, justify="right")
     for worker in workers:
         load = worker["load"] or {}
         colour = _HEALTH_COLOURS.get(worker["health"], "white")
         numbers = ("running", "waiting", "live_blocks", "cached_blocks", "total_blocks")
+        health = f"[{colour}]{worker['health']}[/{colour}]"
         table.add_row(
-            worker["name"],
-            f"[{colour}]{worker['health']}[/{colour}]",
-            *(str(load.get(name, "-")) for name in numbers),
-            str(worker["transfers_in_flight"]),
-            worker["why"],
+            worker["name"], health, str(worker["pid"] or "-"), *(str(load.get(name, "-")) for name in numbers)
         )
     return table
 

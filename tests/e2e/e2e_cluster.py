@@ -1,0 +1,162 @@
+"""A whole cluster as a user has it: `tandem serve` in a process of its own, on free ports, with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster import processes
+from tandem import Client
+from tandem.client import Answer
+
+START_S = 120.0
+PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster and ways to look at it and to hurt it."""
+
+    process: subprocess.Popen[str]
+    grpc: str
+    http: str
+
+    def client(self) -> Client:
+        return Client(self.grpc)
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.http}/status", timeout=10) as answer:
+            return dict(json.load(answer))
+
+    def worker(self, name: str) -> dict[str, Any]:
+        return next(worker for worker in self.status()["workers"] if worker["name"] == name)
+
+    def control(self, name: str) -> int:
+        return int(self.worker(name)["pid"])
+
+    def rank(self, name: str) -> int:
+        """The step loop's process, a child of its control."""
+        children = processes.descendants(self.control(name))
+        return next(child.pid for child in children if "cluster.rank" in command_line(child.pid))
+
+    def until(self, what: str, holds: Callable[[dict[str, Any]], bool], *, timeout_s: float) -> float:
+        """Wait until the status says so; the seconds it took. AssertionError with the last status if it does not."""
+        start_s = time.monotonic()
+        status: dict[str, Any] = {}
+        pause = threading.Event()
+        while time.monotonic() - start_s < timeout_s:
+            try:
+                status = self.status()
+            except urllib.error.URLError:
+                status = {}
+            if status and holds(status):
+                return time.monotonic() - start_s
+            pause.wait(0.1)
+        raise AssertionError(f"not within {timeout_s} s: {what}; last status: {json.dumps(status)[:2000]}")
+
+    def until_all_alive(self, *, timeout_s: float = 60.0) -> float:
+        return self.until("every worker alive", all_alive, timeout_s=timeout_s)
+
+    def until_idle(self, *, timeout_s: float = 15.0) -> float:
+        return self.until("no live block anywhere", idle, timeout_s=timeout_s)
+
+
+def all_alive(status: dict[str, Any]) -> bool:
+    return bool(status["workers"]) and all(worker["health"] == "alive" for worker in status["workers"])
+
+
+def idle(status: dict[str, Any]) -> bool:
+    loads = [worker["load"] for worker in status["workers"] if worker["load"]]
+    return all(not load["live_blocks"] and not load["running"] and not load["waiting"] for load in loads)
+
+
+@contextmanager
+def serving(folder: Path, config: dict[str, Any]) -> Iterator[Cluster]:
+    """Start, yield, stop by SIGTERM; afterwards nothing of it runs any more."""
+    file = folder / "cluster.sla.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "TANDEM_RUN_DIR": str(folder / "run")}
+    log_path = folder / "serve.log"
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", "--config", str(file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+        )
+    try:
+        state = _state(folder / "run" / "cluster.json", process, log_path)
+        yield Cluster(process, state["grpc"], state["http"])
+    finally:
+        family = processes.descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    left = [command_line(one.pid) for one in family if one.alive()]
+    assert not left, f"these were left behind: {left}"
+    assert process.returncode == 0, log_path.read_text()
+
+
+def _state(path: Path, process: subprocess.Popen[str], log_path: Path) -> dict[str, Any]:
+    deadline_s = time.monotonic() + START_S
+    pause = threading.Event()
+    while not path.exists():
+        assert process.poll() is None, f"the cluster did not start: {log_path.read_text()}"
+        assert time.monotonic() < deadline_s, f"the cluster is late: {log_path.read_text()}"
+        pause.wait(0.1)
+    return dict(json.loads(path.read_text()))
+
+
+def config(prefill: int, decode: int, **sections: Any) -> dict[str, Any]:
+    """An SLA file for two cores: small pools, quick judgement."""
+    pool = {"threads": 1, "kv_memory": "192MiB", "max_num_batched_tokens": 256}
+    return {
+        "version": 1,
+        "model": {"name": "smollm2-135m", "dtype": "bf16"},
+        "pools": {"prefill": {"count": prefill, **pool}, "decode": {"count": decode, **pool}},
+        "routing": {"policy": "round_robin", "local_prefill": "never"},
+        "gateway": {"http_port": free_port(), "grpc_port": free_port()},
+        "timeouts": {
+            "heartbeat": "250ms",
+            "suspect": "1s",
+            "fence": "3s",
+            "connect": "1s",
+            "restart_backoff": "200ms",
+            "drain": "2s",
+            "request": "60s",
+        },
+        **sections,
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def ask_capital(client: Client) -> Answer:
+    answer = client.chat(PROMPT, temperature=0.0, max_tokens=16, timeout_s=30.0)
+    assert "Paris" in answer.text
+    return answer

@@ -187,6 +187,7 @@ class Flight:
             failure = Declined(Code.ABORTED, "the client went away")
         start = self.request.arrival_s
         placement = self.attempt.placement if self.attempt else None
+        remote = placement is not None and placement.prefill is not None
         return Outcome(
             request_id=self.request.request_id,
             sla_class=self.request.sla_class,
@@ -195,7 +196,7 @@ class Flight:
             finish=None if failure else self.finish,
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=self.tokens,
-            cached_tokens=max(self.cached_tokens, self.report.prefill_cached_tokens),
+            cached_tokens=self.report.prefill_cached_tokens if remote else self.cached_tokens,
             prefill=placement.prefill.name if placement and placement.prefill else "",
             decode=placement.decode.name if placement and not self.early else "",
             placement_reason=placement.reason if placement else "",

@@ -25,6 +25,7 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    """Prompt tokens that nobody computed for this request. What decode held already is in `report`: it was not sent."""
     prefill: str = ""
     """Empty: the decode worker computed the prompt itself."""
     decode: str = ""

@@ -189,7 +189,7 @@ async def test_the_calls_own_deadline_reaches_the_request() -> None:
         await until(lambda: "r0" in made.workers.aborted, within_s=1)
         expect = next(question for _, question in made.workers.asked if isinstance(question, Expect))
         assert expect.request.deadline_s is not None
-        assert 0 < expect.request.deadline_s - expect.request.arrival_s <= 0.3
+        assert 0 < expect.request.deadline_s - expect.request.arrival_s <= 0.35  # the wire rounds it up
 
 
 async def test_a_draining_server_is_unavailable_and_says_so_in_its_health() -> None:

@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from engine.types import EngineLoad, StepTimes
-from tandem.messages import KvEvents, LoadReport
+from tandem.messages import KvEvents, LoadReport, TransferCounters
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,8 @@ def decode(frames: list[bytes]) -> Event | None:
 def _load_report(fields: dict[str, Any]) -> LoadReport:
     load = fields.pop("load")
     times = StepTimes(**load.pop("step_times"))
-    return LoadReport(load=EngineLoad(step_times=times, **load), **fields)
+    transfers = tuple([TransferCounters(**counters) for counters in fields.pop("transfers")])
+    return LoadReport(load=EngineLoad(step_times=times, **load), transfers=transfers, **fields)
 
 
 _DECODERS: dict[bytes, Callable[[dict[str, Any]], Event]] = {

@@ -92,6 +92,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Abort(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 
+    async def ReplayPrefixes(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
     async def SetDraining(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 

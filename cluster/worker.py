@@ -20,6 +20,7 @@ from decode_node.service import DecodeLimits, DecodeNode
 from engine.engine import Engine
 from kvtransfer.engine import TransferEngine
 from kvtransfer.faults import Fault
+from kvtransfer.types import TransferStats
 from prefill_node.service import PrefillLimits, PrefillNode
 from tandem.messages import (
     Abort,
@@ -41,9 +42,12 @@ from tandem.messages import (
     PrefixCacheReset,
     Question,
     RenewLease,
+    Replaying,
+    ReplayPrefixes,
     ResetPrefixCache,
     SetDraining,
     Submit,
+    TransferCounters,
     WorkerInfo,
     WorkerRef,
 )
@@ -54,7 +58,9 @@ ROLES: dict[str, frozenset[type[Question]]] = {
     "prefill": frozenset({Submit}),
     "decode": frozenset({Expect, AskLease, RenewLease, Commit, DropLease}),
 }
-"""Work that a role accepts; Abort and the operator's questions are for everybody."""
+"""Work that a role accepts; Abort and the router's and operator's questions are for everybody."""
+KEYS_PER_EVENT = 4096
+"""Prefix keys in one `KvEvents`; a larger change takes several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,8 @@ class Worker:
         self.draining = False
         self._ask_ids = count(1)
         self._reports = _Reports(self)
-        self._kv_numbers = count(1)
+        self.kv_events = 0
+        """Number of the last `KvEvents`."""
         self.prefill = PrefillNode(
             self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.prefill
         )
@@ -102,6 +109,7 @@ class Worker:
             DropLease: self.decode.drop,
             Submit: self.prefill.submit,
             Abort: self._abort,
+            ReplayPrefixes: self._replay_prefixes,
             SetDraining: self._set_draining,
             ResetPrefixCache: self._reset_prefix_cache,
             InjectFault: self._inject_fault,
@@ -193,6 +201,9 @@ class Worker:
         known = [node.abort(abort.request_id, abort.reason, now) for node in (self.prefill, self.decode)]
         self._reply(ask_id, Aborted(abort.request_id, any(known)))
 
+    def _replay_prefixes(self, ask_id: int, question: ReplayPrefixes, now: float) -> None:
+        self._reply(ask_id, Replaying(self.engine.retell_kv_events()))
+
     def _set_draining(self, ask_id: int, question: SetDraining, now: float) -> None:
         self.draining = question.draining
         self._reply(ask_id, DrainingSet(self.draining))
@@ -208,10 +219,14 @@ class Worker:
         self._reply(ask_id, FaultInjected())
 
     def _publish_kv_events(self) -> None:
+        """What changed, in parts of bounded size: each part alone leaves nothing untrue in the router's index."""
         stored, removed, cleared = self.engine.drain_kv_events()
-        if stored or removed or cleared:
-            ref, number = self.info.ref, next(self._kv_numbers)
-            self.outbox.append((0, KvEvents(ref.name, ref.incarnation, number, stored, removed, cleared)))
+        ref = self.info.ref
+        while stored or removed or cleared:
+            self.kv_events += 1
+            part, stored = stored[:KEYS_PER_EVENT], stored[KEYS_PER_EVENT:]
+            self.outbox.append((0, KvEvents(ref.name, ref.incarnation, self.kv_events, part, removed, cleared)))
+            removed, cleared = (), False
 
 
 class _Reports:
@@ -250,7 +265,23 @@ class _Reports:
             worker.request_ids(),
             worker.transfers.in_flight(),
             worker.draining,
+            worker.kv_events,
+            tuple([counters_of(stats) for stats in worker.transfers.stats()]),
         )
+
+
+def counters_of(stats: TransferStats) -> TransferCounters:
+    """The transfer engine's counters as a message."""
+    return TransferCounters(
+        scheme=stats.scheme,
+        pushes=stats.pushes,
+        push_bytes=stats.push_bytes,
+        push_seconds=stats.push_seconds,
+        receives=stats.receives,
+        receive_bytes=stats.receive_bytes,
+        in_flight=stats.in_flight,
+        failed=stats.failed,
+    )
 
 
 def describe(settings: WorkerSettings, engine: Engine, transfers: TransferEngine) -> WorkerInfo:

@@ -103,6 +103,10 @@ class BlockPool:
     def drain_changes(self) -> KvChanges:
         return self._cache.drain()
 
+    def retell_changes(self) -> int:
+        """The next `drain_changes` tells all that is cached; the number of keys."""
+        return self._cache.retell()
+
     def reset_cache(self) -> int:
         """Forget all prefixes; live blocks stay with their holders. The number of blocks forgotten."""
         self._free.extend(self._idle)

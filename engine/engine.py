@@ -259,6 +259,10 @@ class Engine:
         """Prefix keys stored and removed since the last call, and whether everything was forgotten before that."""
         return self._pool.drain_changes()
 
+    def retell_kv_events(self) -> int:
+        """The next drain tells all prefix keys anew, after a `cleared`; returns how many there are."""
+        return self._pool.retell_changes()
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; running requests are unharmed. The number of blocks forgotten."""
         self._stuck = False

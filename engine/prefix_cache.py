@@ -76,6 +76,12 @@ class PrefixCache:
         self._cleared = True
         return count
 
+    def retell(self) -> int:
+        """The next drain tells everything from the start, for a listener that missed some; the number of keys."""
+        self._changes = dict.fromkeys(self._holders, True)
+        self._cleared = True
+        return len(self._changes)
+
     def drain(self) -> KvChanges:
         """What changed since the last call."""
         stored = tuple(key for key, is_stored in self._changes.items() if is_stored)

@@ -11,6 +11,8 @@ and events past tense (`HandedOver`). The life of a request in messages:
     prefill → decode   DropLease     → Dropped
     decode  → gateway  Frame         (one per gateway and step, all its new tokens)
     gateway → any      Abort         → Aborted
+    any     → router   LoadReport, KvEvents                                       (pushed)
+    router  → any      ReplayPrefixes → Replaying                                 (when some were missed)
 
 A worker is a control process and a rank process: between them the same values travel, and `Forward` and `FrameFor`
 say where the rank's own have to go.
@@ -264,6 +266,21 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCounters:
+    """What one transport of a worker has moved since its start, both ways. `push_seconds`: from push to its
+    acknowledgement, summed."""
+
+    scheme: str
+    pushes: int = 0
+    push_bytes: int = 0
+    push_seconds: float = 0.0
+    receives: int = 0
+    receive_bytes: int = 0
+    in_flight: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's state, pushed on change and at least once a heartbeat; `number` rises by one."""
 
@@ -274,6 +291,9 @@ class LoadReport:
     request_ids: tuple[str, ...]
     transfers_in_flight: int = 0
     draining: bool = False
+    kv_events: int = 0
+    """The number of the last `KvEvents` before this report: whoever has seen fewer has missed some."""
+    transfers: tuple[TransferCounters, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +307,21 @@ class KvEvents:
     removed: tuple[bytes, ...] = ()
     cleared: bool = False
     tier: str = "device"
+
+
+# -- router → worker ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPrefixes:
+    """Tell all prefixes that you hold anew, as `KvEvents` that begin with a cleared one: I have missed some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaying:
+    """The retelling is on its way; it has this many keys."""
+
+    keys: int
 
 
 # -- operator → worker -------------------------------------------------------------------------------------------
@@ -336,7 +371,17 @@ class FaultInjected:
 
 
 Question = (
-    Expect | Submit | Abort | AskLease | RenewLease | Commit | DropLease | SetDraining | ResetPrefixCache | InjectFault
+    Expect
+    | Submit
+    | Abort
+    | AskLease
+    | RenewLease
+    | Commit
+    | DropLease
+    | ReplayPrefixes
+    | SetDraining
+    | ResetPrefixCache
+    | InjectFault
 )
 Answer = (
     Expected
@@ -348,6 +393,7 @@ Answer = (
     | LeaseRenewed
     | Committed
     | Dropped
+    | Replaying
     | DrainingSet
     | PrefixCacheReset
     | FaultInjected

@@ -116,6 +116,14 @@ class AbortReply(_message.Message):
     declined: Declined
     def __init__(self, aborted: _Optional[_Union[Aborted, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
+class ReplayPrefixesReply(_message.Message):
+    __slots__ = ("replaying", "declined")
+    REPLAYING_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    replaying: Replaying
+    declined: Declined
+    def __init__(self, replaying: _Optional[_Union[Replaying, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
 class SetDrainingReply(_message.Message):
     __slots__ = ("draining_set", "declined")
     DRAINING_SET_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +149,7 @@ class InjectFaultReply(_message.Message):
     def __init__(self, fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "frame", "load_report", "kv_events", "worker_info")
+    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "frame", "load_report", "kv_events", "worker_info")
     ASK_ID_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +175,8 @@ class Envelope(_message.Message):
     DRAINING_SET_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_RESET_FIELD_NUMBER: _ClassVar[int]
     FAULT_INJECTED_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    REPLAYING_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -196,11 +206,13 @@ class Envelope(_message.Message):
     draining_set: DrainingSet
     prefix_cache_reset: PrefixCacheReset
     fault_injected: FaultInjected
+    replay_prefixes: ReplayPrefixes
+    replaying: Replaying
     frame: Frame
     load_report: LoadReport
     kv_events: KvEvents
     worker_info: WorkerInfo
-    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias_ids", "logit_biases", "logprobs", "prompt_logprobs")
@@ -581,7 +593,7 @@ class StepTimes(_message.Message):
     def __init__(self, prefill: _Optional[_Iterable[float]] = ..., decode: _Optional[_Iterable[float]] = ..., prefill_error: _Optional[float] = ..., decode_error: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "live_blocks", "cached_blocks", "block_size", "running", "waiting", "leased_blocks", "queued_prefill_tokens", "running_context_tokens", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generated_tokens", "step_times")
+    __slots__ = ("total_blocks", "free_blocks", "live_blocks", "cached_blocks", "block_size", "running", "waiting", "leased_blocks", "queued_prefill_tokens", "running_context_tokens", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generated_tokens", "step_times", "swapped", "swap_preemptions", "swap_total_blocks", "swap_used_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +610,10 @@ class EngineLoad(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     live_blocks: int
@@ -614,10 +630,34 @@ class EngineLoad(_message.Message):
     prompt_tokens: int
     generated_tokens: int
     step_times: StepTimes
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
+    swapped: int
+    swap_preemptions: int
+    swap_total_blocks: int
+    swap_used_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., swapped: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., swap_total_blocks: _Optional[int] = ..., swap_used_blocks: _Optional[int] = ...) -> None: ...
+
+class TransferCounters(_message.Message):
+    __slots__ = ("scheme", "pushes", "push_bytes", "push_seconds", "receives", "receive_bytes", "in_flight", "failed")
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    PUSH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    scheme: str
+    pushes: int
+    push_bytes: int
+    push_seconds: float
+    receives: int
+    receive_bytes: int
+    in_flight: int
+    failed: int
+    def __init__(self, scheme: _Optional[str] = ..., pushes: _Optional[int] = ..., push_bytes: _Optional[int] = ..., push_seconds: _Optional[float] = ..., receives: _Optional[int] = ..., receive_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., failed: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining")
+    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -625,6 +665,8 @@ class LoadReport(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     number: int
@@ -632,7 +674,9 @@ class LoadReport(_message.Message):
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     transfers_in_flight: int
     draining: bool
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    kv_events: int
+    transfers: _containers.RepeatedCompositeFieldContainer[TransferCounters]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "stored", "removed", "cleared", "tier")
@@ -651,6 +695,16 @@ class KvEvents(_message.Message):
     cleared: bool
     tier: str
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class ReplayPrefixes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Replaying(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: int
+    def __init__(self, keys: _Optional[int] = ...) -> None: ...
 
 class SetDraining(_message.Message):
     __slots__ = ("draining",)

@@ -75,6 +75,11 @@ class NodeStub:
                 request_serializer=tandem_dot_v1_dot_node__pb2.FramesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_node__pb2.Frame.FromString,
                 _registered_method=True)
+        self.ReplayPrefixes = channel.unary_unary(
+                '/tandem.v1.node.Node/ReplayPrefixes',
+                request_serializer=tandem_dot_v1_dot_node__pb2.ReplayPrefixes.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.ReplayPrefixesReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/tandem.v1.node.Node/Describe',
                 request_serializer=tandem_dot_v1_dot_node__pb2.DescribeRequest.SerializeToString,
@@ -150,6 +155,12 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReplayPrefixes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -217,6 +228,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Frames,
                     request_deserializer=tandem_dot_v1_dot_node__pb2.FramesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_node__pb2.Frame.SerializeToString,
+            ),
+            'ReplayPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayPrefixes,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.ReplayPrefixes.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.ReplayPrefixesReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -456,6 +472,33 @@ class Node:
             '/tandem.v1.node.Node/Frames',
             tandem_dot_v1_dot_node__pb2.FramesRequest.SerializeToString,
             tandem_dot_v1_dot_node__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/ReplayPrefixes',
+            tandem_dot_v1_dot_node__pb2.ReplayPrefixes.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.ReplayPrefixesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,7 @@ class NodeStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]
     Frames: _grpc.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]
     """The token frames for one gateway, until either end leaves."""
+    ReplayPrefixes: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplayPrefixes, _node_pb2.ReplayPrefixesReply]
     Describe: _grpc.UnaryUnaryMultiCallable[_node_pb2.DescribeRequest, _node_pb2.WorkerInfo]
     SetDraining: _grpc.UnaryUnaryMultiCallable[_node_pb2.SetDraining, _node_pb2.SetDrainingReply]
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_node_pb2.ResetPrefixCache, _node_pb2.ResetPrefixCacheReply]
@@ -65,6 +66,7 @@ class NodeAsyncStub(NodeStub):
     Abort: _aio.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]  # type: ignore[assignment]
     Frames: _aio.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]  # type: ignore[assignment]
     """The token frames for one gateway, until either end leaves."""
+    ReplayPrefixes: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplayPrefixes, _node_pb2.ReplayPrefixesReply]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_node_pb2.DescribeRequest, _node_pb2.WorkerInfo]  # type: ignore[assignment]
     SetDraining: _aio.UnaryUnaryMultiCallable[_node_pb2.SetDraining, _node_pb2.SetDrainingReply]  # type: ignore[assignment]
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_node_pb2.ResetPrefixCache, _node_pb2.ResetPrefixCacheReply]  # type: ignore[assignment]
@@ -130,6 +132,13 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.Frame], _abc.AsyncIterator[_node_pb2.Frame]]:
         """The token frames for one gateway, until either end leaves."""
+
+    @_abc_1.abstractmethod
+    def ReplayPrefixes(
+        self,
+        request: _node_pb2.ReplayPrefixes,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ReplayPrefixesReply, _abc.Awaitable[_node_pb2.ReplayPrefixesReply]]: ...
 
     @_abc_1.abstractmethod
     def Describe(

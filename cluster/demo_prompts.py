@@ -93,7 +93,7 @@ PROMPTS: tuple[DemoPrompt, ...] = (
     _user("haiku", "Write a short poem about rain.", 40),
     _user("one word", "Say hello in one word.", 8),
     DemoPrompt(
-        "second turn",
+        "turn two",
         (
             ("user", "My name is Ada and I am learning to bake bread."),
             ("assistant", "Nice to meet you, Ada! Bread is a good thing to learn. What would you like to know?"),

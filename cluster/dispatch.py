@@ -221,6 +221,7 @@ class Dispatch:
         gateway_id: str,
         *,
         limits: Limits = Limits(),
+        on_received: Callable[[str], None] = lambda sla_class: None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -231,6 +232,7 @@ class Dispatch:
         self._hub = hub
         self._gateway_id = gateway_id
         self._limits = limits
+        self._on_received = on_received
         self._on_outcome = on_outcome
         self._clock = clock
         self._sleep = sleep
@@ -244,6 +246,7 @@ class Dispatch:
         Closing the generator (`contextlib.aclosing`) aborts the request. Failures are outcomes, not exceptions.
         """
         self._flights[flight.request.request_id] = flight
+        self._on_received(flight.request.sla_class)
         try:
             while flight.failure is None and await self._start(flight):
                 assert flight.attempt is not None

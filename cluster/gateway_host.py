@@ -30,7 +30,6 @@ from cluster.inference_server import GrpcSettings, InferenceServer
 from cluster.membership import Health
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.node_client import NodeClient
-from cluster.outcome import Outcome
 from cluster.streams import FrameHub
 from cluster.supervisor import Fenced
 from cluster.text import Text
@@ -83,7 +82,8 @@ class GatewayHost:
             self._hub,
             gateway_id,
             limits=dispatch_limits(config),
-            on_outcome=self._ended,
+            on_received=partial(self._metrics.received, config.model.name),
+            on_outcome=self._metrics.observe_outcome,
             seed=secrets.randbits(32),
         )
         self.gateway = Gateway(
@@ -168,12 +168,9 @@ class GatewayHost:
 
     # -- metrics -----------------------------------------------------------------------------------------------
 
-    def _ended(self, outcome: Outcome) -> None:
-        self._metrics.received(self._config.model.name, outcome.sla_class)
-        self._metrics.observe_outcome(outcome)
-
     def _refused(self, code: Code) -> None:
-        self._metrics.received("", "")
+        """Received and ended at once: nobody knows its class."""
+        self._metrics.received(self._config.model.name, "")
         self._metrics.refused(code, "")
 
     def _expose(self) -> tuple[bytes, str]:

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from engine.config import EngineConfig
+from engine.cpu_runner import CpuRunner
 from engine.errors import ConfigError
 from engine.info import ModelFacts
+from engine.kernels.cpu.build import Unavailable
 from engine.kv import KVLayout, KVPool
-from engine.loaders import load_model
+from engine.loaders import Checkpoint, decoder_of, open_checkpoint
+from engine.model_config import ModelConfig
 from engine.runner import ModelRunner
 
+_log = logging.getLogger(__name__)
 
-def assemble(config: EngineConfig) -> tuple[ModelRunner, ModelFacts, memoryview | None]:
+
+def assemble(config: EngineConfig) -> tuple[ModelRunner | CpuRunner, ModelFacts, memoryview | None]:
     """Runner, facts and the pool's bytes (None when it is in a device's memory).
 
     Raises ModelError for the checkpoint, ConfigError when no block fits.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    shape = loaded.config
+    checkpoint = open_checkpoint(config.model)
+    shape = checkpoint.config
+    layout = _layout(config, shape)
+    pool = KVPool(layout, config.device)
+    facts = ModelFacts(
+        model=config.model,
+        model_digest=checkpoint.digest,
+        layout=layout.describe(),
+        max_model_len=shape.context_length,
+        vocab_size=shape.vocab_size,
+        block_bytes=layout.block_bytes,
+        total_blocks=layout.num_blocks,
+        eos_token_ids=shape.eos_token_ids,
+    )
+    on_host = pool.device.type == "cpu"
+    return _runner(config, checkpoint, pool), facts, pool.bytes() if on_host else None
+
+
+def _layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
     one = KVLayout(
         1, shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, config.kv_dtype or config.dtype
     )
@@ -28,17 +52,16 @@ def assemble(config: EngineConfig) -> tuple[ModelRunner, ModelFacts, memoryview 
     if not num_blocks:
         remedy = f"at least {one.block_bytes}, the bytes of one KV block"
         raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, remedy)
-    layout = KVLayout(num_blocks, one.layers, one.kv_heads, one.head_dim, one.block_size, one.dtype)
-    pool = KVPool(layout, config.device)
-    facts = ModelFacts(
-        model=config.model,
-        model_digest=loaded.digest,
-        layout=layout.describe(),
-        max_model_len=shape.context_length,
-        vocab_size=shape.vocab_size,
-        block_bytes=layout.block_bytes,
-        total_blocks=num_blocks,
-        eos_token_ids=shape.eos_token_ids,
-    )
-    on_host = pool.device.type == "cpu"
-    return ModelRunner(loaded.model, pool), facts, pool.bytes() if on_host else None
+    return KVLayout(num_blocks, one.layers, one.kv_heads, one.head_dim, one.block_size, one.dtype)
+
+
+def _runner(config: EngineConfig, checkpoint: Checkpoint, pool: KVPool) -> ModelRunner | CpuRunner:
+    """The compiled step where it computes what was asked for and can be had; else torch."""
+    covered = pool.device.type == "cpu" and (config.packed or config.dtype == "bfloat16")
+    if covered and config.kernels == "auto":
+        read = checkpoint.read_kept if config.packed else checkpoint.read
+        try:
+            return CpuRunner(checkpoint.config, read, pool, threads=torch.get_num_threads())
+        except Unavailable as error:
+            _log.warning("the compiled step is not available, torch runs instead: %s", error)
+    return ModelRunner(decoder_of(checkpoint, dtype=config.dtype, device=config.device), pool)

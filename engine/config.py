@@ -8,6 +8,8 @@ from engine.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 HASHES = ("builtin", "sha256")
+WEIGHTS = ("auto", "dense", "packed")
+KERNELS = ("auto", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,11 @@ class EngineConfig:
     kv_dtype: str | None = None
     """None: as `dtype`."""
     device: str = "cpu"
+    weights: str = "auto"
+    """`packed`: quantised tensors are multiplied as the file has them. `dense`: all weights in `dtype`. `auto`: packed
+    where that is a matter of speed only, which is bfloat16 on a CPU."""
+    kernels: str = "auto"
+    """`auto`: on a CPU the compiled step where it can be had, for bfloat16 or packed weights. `torch`: never."""
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int = 1 << 30
@@ -39,6 +46,10 @@ class EngineConfig:
         if self.kv_dtype is not None:
             _one_of("kv_dtype", self.kv_dtype, DTYPES)
         _one_of("prefix_hash", self.prefix_hash, HASHES)
+        _one_of("weights", self.weights, WEIGHTS)
+        _one_of("kernels", self.kernels, KERNELS)
+        if self.weights == "packed" and self.device != "cpu":
+            raise ConfigError("weights", self.weights, f"dense or auto on {self.device}")
         if self.block_size <= 0 or self.block_size % 16:
             raise ConfigError("block_size", self.block_size, "a positive multiple of 16")
         for name in ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes"):
@@ -48,6 +59,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(name, value, "a positive number or nothing")
+
+    @property
+    def packed(self) -> bool:
+        """Whether quantised weights stay quantised."""
+        if self.weights == "auto":
+            return self.device == "cpu" and self.dtype == "bfloat16"
+        return self.weights == "packed"
+
+    @property
+    def numerics(self) -> str:
+        """Names how numbers come about: KV of different numerics is not exchanged and not found by its prefix."""
+        return f"{self.dtype}-packed" if self.packed else self.dtype
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

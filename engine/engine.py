@@ -72,13 +72,13 @@ class Engine:
             seed=config.hash_seed,
             model_digest=facts.model_digest,
             kv_dtype=config.kv_dtype or config.dtype,
-            numerics=config.dtype,
+            numerics=config.numerics,
         )
         self.info = EngineInfo(
             model=facts.model,
             model_digest=facts.model_digest,
             layout=facts.layout,
-            numerics=config.dtype,
+            numerics=config.numerics,
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             vocab_size=facts.vocab_size,
             block_bytes=facts.block_bytes,

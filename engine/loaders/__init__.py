@@ -20,6 +20,7 @@ from engine.loaders.gguf import GgufSource
 from engine.loaders.hf import HfSource
 from engine.model_config import ModelConfig
 from engine.models import Decoder
+from engine.quantised import Quantised
 from engine.weights import allocate
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,8 +35,32 @@ class Source(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """The tensor's values in a floating dtype, on the host."""
 
+    def read_quantised(self, name: str) -> Quantised | None:
+        """The tensor as the file has it, when that is codes in groups; else None."""
+
     def content_digest(self) -> str:
         """Names the bytes of the checkpoint, wherever they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint of which every tensor is known to be there and of the right shape; no weight is read yet.
+
+    `digest` names the content and description, not the path.
+    """
+
+    source: Source
+    config: ModelConfig
+    digest: str
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its Hugging Face name, floating, on the host."""
+        return self.source.read(name)
+
+    def read_kept(self, name: str) -> torch.Tensor | Quantised:
+        """A tensor as the file has it: quantised where it is, and where its groups can be kept."""
+        quantised = self.source.read_quantised(name)
+        return self.source.read(name) if quantised is None else quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +72,33 @@ class LoadedModel:
     digest: str
 
 
-def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
-    """Load a Hugging Face directory or a .gguf file.
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a Hugging Face directory or a .gguf file.
 
-    `dtype`: float32, bfloat16 or float16, in which weights are kept and products run. Raises ModelError naming what
-    is wrong: unsupported description, missing, truncated, mismatched or left-over tensor, missing file.
-
-    The digest covers every byte of the weight files (XXH3-128 per file, about 10 GB/s, of pages that loading reads
-    anyway) and the parsed description.
+    Raises ModelError naming what is wrong: unsupported description, missing, truncated, mismatched or left-over tensor,
+    missing file. The digest covers every byte of the weight files (XXH3-128 per file, about 10 GB/s, of pages that
+    loading reads anyway) and the parsed description.
     """
     source = _open(Path(path))
     config = _settle_tying(source)
-    weights, parts = allocate(config, dtype=_DTYPES[dtype], device=torch.device(device))
+    _, parts = allocate(config, dtype=torch.float32, device=torch.device("meta"))
     _check(source.shapes, {part.name: tuple(part.rows.shape) for part in parts}, tied=config.tied_embeddings)
+    return Checkpoint(source, config, _digest(source, config))
+
+
+def decoder_of(checkpoint: Checkpoint, *, dtype: str = "float32", device: str | torch.device = "cpu") -> Decoder:
+    """The torch model. `dtype`: float32, bfloat16 or float16, in which weights are kept and products run."""
+    weights, parts = allocate(checkpoint.config, dtype=_DTYPES[dtype], device=torch.device(device))
     for part in parts:
-        part.rows.copy_(source.read(part.name))
-    return LoadedModel(model=Decoder(config, weights), config=config, digest=_digest(source, config))
+        part.rows.copy_(checkpoint.read(part.name))
+    return Decoder(checkpoint.config, weights)
+
+
+def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
+    """`open_checkpoint` and `decoder_of` in one."""
+    checkpoint = open_checkpoint(path)
+    model = decoder_of(checkpoint, dtype=dtype, device=device)
+    return LoadedModel(model=model, config=checkpoint.config, digest=checkpoint.digest)
 
 
 def _open(path: Path) -> Source:

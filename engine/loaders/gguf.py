@@ -18,6 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
 from engine.errors import ModelError
 from engine.loaders.digest import content_digest
 from engine.model_config import parse_gguf_config
+from engine.quantised import Quantised, from_blocks
 
 ROPE_DIVISORS = "rope_freqs.weight"
 _NAMES = {
@@ -60,7 +61,20 @@ class GgufSource:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self._path.name}: tensor {tensor.name} ({kind}) cannot be read: {error}") from error
         heads = self._interleaved_heads(name)
-        return torch.from_numpy(_half_split(values, heads) if heads else np.array(values, dtype=np.float32))
+        values = _half_split(values, heads) if heads else values
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def read_quantised(self, name: str) -> Quantised | None:
+        tensor = self._tensors[self._original[name]]
+        if len(self.shapes[name]) != 2:
+            return None
+        outputs, inputs = self.shapes[name]
+        blocks = torch.from_numpy(np.array(tensor.data).view(np.uint8).reshape(outputs, -1))
+        quantised = from_blocks(tensor.tensor_type.name, blocks, inputs)
+        heads = self._interleaved_heads(name)
+        if quantised is None or not heads:
+            return quantised
+        return quantised.rows(torch.from_numpy(_half_split(np.arange(outputs), heads)))
 
     def content_digest(self) -> str:
         return content_digest([self._path])
@@ -91,10 +105,10 @@ def hf_name(name: str) -> str:
 def _half_split(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows of each head from (x0, y0, x1, y1, …) to (x0, x1, …, y0, y1, …)."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape), dtype=np.float32)
+    return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-class _CheckedReader(GGUFReader):  # type: ignore[misc]
+class _CheckedReader(GGUFReader):
     """Names the tensor that a truncated file lost, which the package's own reader does not."""
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import ModelError
 from engine.loaders.digest import content_digest
 from engine.model_config import read_hf_config
+from engine.quantised import Quantised
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,6 +49,10 @@ class HfSource:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor
+
+    def read_quantised(self, name: str) -> Quantised | None:
+        """Nothing: safetensors of this kind hold floating tensors only."""
+        return None
 
     def content_digest(self) -> str:
         return content_digest([self._directory / file for file in self._files])

@@ -23,18 +23,32 @@ template <class V, class T> static inline V load(const T* p) {
 template <class V, class T> static inline void store(T* p, V v) { memcpy(p, &v, sizeof v); }
 static inline f32x16 splat(float x) { return x - f32x16{}; }
 static inline f32x16 choose(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
-static inline f32x16 max16(f32x16 a, f32x16 b) { return choose(a > b, a, b); }
-static inline f32x16 abs16(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
+
+// a * b + c, rounded once. Contraction is off and every one is written out, so that a row's result does not depend on
+// how many rows the compiler had in hand: a token's logits are the same in any batch.
+static inline f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    f32x16 out;
+    for (int i = 0; i < 2; i++) {
+        __m256 x = load<__m256>((float*)&a + 8 * i), y = load<__m256>((float*)&b + 8 * i);
+        store((float*)&out + 8 * i, _mm256_fmadd_ps(x, y, load<__m256>((float*)&c + 8 * i)));
+    }
+    return out;
+#endif
+}
 
 #if defined(__AVX512F__)
 static inline float highest(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
+static inline int32_t highest(i32x16 v) { return _mm512_reduce_max_epi32((__m512i)v); }
 static inline float total(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
 static inline int32_t total(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
 static inline f32x16 from_half(const void* p) { return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline u16x16 to_half(f32x16 v) { return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
 #else
-static inline float highest(f32x16 v) {
-    float most = v[0];
+template <class V> static inline auto highest(V v) {
+    auto most = v[0];
     for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
@@ -101,25 +115,23 @@ static inline f32x16 dot2(f32x16 sums, u32x16 weights, uint32_t activations) {
     uint32_t low_bits = activations << 16, high_bits = activations & 0xffff0000u;
     memcpy(&low, &low_bits, 4);
     memcpy(&high, &high_bits, 4);
-    return sums + (f32x16)(weights << 16) * low + (f32x16)(weights & 0xffff0000u) * high;
+    return fma16((f32x16)(weights & 0xffff0000u), splat(high), fma16((f32x16)(weights << 16), splat(low), sums));
 #endif
 }
 
-// e^x for x <= 0, relative error below 3e-7; 0 where e^x is below the smallest normal number.
+// e^x for x <= 0, relative error below 3e-7; 0 below x = -87.
 static inline f32x16 exp16(f32x16 x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     f32x16 low = splat(-87.0f);
-    f32x16 y = max16(x, low);
-    f32x16 shifted = y * 1.44269504f + magic;
+    f32x16 y = choose(x < low, low, x);  // NaN stays NaN
+    f32x16 shifted = fma16(y, splat(1.44269504f), splat(magic));
     f32x16 n = shifted - magic;
-    f32x16 r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    f32x16 r = fma16(n, splat(2.12194440e-4f), fma16(n, splat(-0.693359375f), y));
     f32x16 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+        p = fma16(p, r, splat(next));
+    }
+    p = fma16(p * r, r, r + 1.0f);
     i32x16 power = ((i32x16)shifted - 0x4b400000 + 127) << 23;
     return choose(x < low, f32x16{}, p * (f32x16)power);
 }

@@ -1,0 +1,269 @@
+// One step of a decoder of the Llama family, for a flat batch of tokens of many sequences, on packed weights.
+//
+//   embed, then per layer  norm → q, k, v → rotate, write KV → attention → output → norm → gate, up → down, then logits
+//
+// Every arrow is a phase: its work is shared out over the team's threads, then they meet. The residual stream and all
+// that lies between products is float32. Plain C entry points, called through ctypes; what they check is checked there.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "simd.h"
+#include "team.h"
+
+struct Layer {
+    Weight q, k, v, output, gate, up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    int64_t window;                                         // 0: none
+};
+
+struct Model {
+    const Layer* layers;
+    Weight embedding, head;
+    const float* norm;
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, inner;
+    float eps, scale;
+};
+
+struct Step {
+    const int64_t* tokens;  // (num_tokens)
+    const float *cos, *sin;  // (num_tokens, head_dim): x * cos + roll(x, head_dim / 2) * sin
+    const Span* spans;
+    const int32_t* tables;
+    const int32_t* rows;  // which tokens' logits are wanted
+    float* logits;        // (num_rows, vocab)
+    double* seconds;      // time spent in: products, attention, everything else
+    Pool pool;
+    int32_t num_tokens, num_spans, num_rows, unused;
+};
+
+namespace {
+
+enum Kind { PRODUCTS, ATTENTION, REST };
+
+struct Product {
+    const Weight* weight;
+    float* out;
+    int64_t stride;
+    Into into;
+};
+
+struct Runner {
+    Model model;
+    std::vector<Layer> layers;
+    Team team;
+    Attention attention;
+    std::vector<float> x, qkv, mixed, inner, scales, sums;
+    std::vector<int8_t> codes;
+    std::vector<uint16_t> halves;
+    Activations prepared;
+
+    Runner(const Model& given, int threads)
+        : model(given), layers(given.layers, given.layers + given.num_layers), team(threads) {}
+
+    int qkv_width() const { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
+    int heads_width() const { return model.heads * model.head_dim; }
+
+    void reserve(int64_t tokens) {
+        const int64_t widest = std::max({model.hidden, model.inner, heads_width()});
+        if ((int64_t)x.size() >= tokens * model.hidden) return;
+        x.resize(tokens * model.hidden);
+        qkv.resize(tokens * qkv_width());
+        mixed.resize(tokens * heads_width());
+        inner.resize(tokens * 2 * model.inner);
+        codes.resize(tokens * widest);
+        halves.resize(tokens * widest);
+        scales.resize(tokens * widest / GROUP);
+        sums.resize(tokens * widest / GROUP);
+        prepared = {codes.data(), scales.data(), sums.data(), halves.data()};
+    }
+};
+
+// Walks through the phases; every thread of the team runs the same one.
+struct Walk {
+    Runner& r;
+    const Step& step;
+    const Model& m;
+    bool timing;
+    std::chrono::steady_clock::time_point since;
+    double spent[3] = {};
+
+    Walk(Runner& runner, const Step& step, bool timing)
+        : r(runner), step(step), m(runner.model), timing(timing), since(std::chrono::steady_clock::now()) {}
+
+    void lap(Kind kind) {
+        if (!timing) return;
+        const auto now = std::chrono::steady_clock::now();
+        spent[kind] += std::chrono::duration<double>(now - since).count();
+        since = now;
+    }
+
+    template <class Body> void each(Kind kind, int count, const Body& body) {
+        r.team.share(count, body);
+        lap(kind);
+    }
+
+    void all() {
+        each(REST, step.num_tokens, [&](int t) { unpack_row(m.embedding, step.tokens[t], &r.x[(int64_t)t * m.hidden]); });
+        for (int i = 0; i < m.num_layers; i++) layer(i);
+        logits();
+    }
+
+    void layer(int index) {
+        const Layer& l = r.layers[index];
+        const int tokens = step.num_tokens, hidden = m.hidden, dim = m.head_dim;
+        const int64_t width = r.qkv_width();
+        float *x = r.x.data(), *qkv = r.qkv.data(), *mixed = r.mixed.data(), *inner = r.inner.data();
+        float *k = qkv + r.heads_width(), *v = k + m.kv_heads * dim;
+        const Product heads[] = {{&l.q, qkv, width, Into::SET}, {&l.k, k, width, Into::SET}, {&l.v, v, width, Into::SET}};
+        const Product output[] = {{&l.output, x, hidden, Into::ADD}};
+        const Product wide[] = {{&l.gate, inner, 2 * m.inner, Into::SET}, {&l.up, inner + m.inner, 2 * m.inner, Into::SET}};
+        const Product down[] = {{&l.down, x, hidden, Into::ADD}};
+
+        each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
+        products(heads, tokens);
+        each(REST, tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
+        each(ATTENTION, (int)r.attention.pieces.size(), [&](int i) { attend(r.attention.pieces[i], index, (int)l.window); });
+        each(REST, tokens, [&](int t) {
+            float* row = mixed + (int64_t)t * r.heads_width();
+            r.attention.merge(t, row);
+            ready(row, r.heads_width(), t, output);
+        });
+        products(output, tokens);
+        each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.post_norm, t, wide); });
+        products(wide, tokens);
+        each(REST, tokens, [&](int t) {
+            float* row = inner + (int64_t)t * 2 * m.inner;
+            gate(row, m.inner);
+            ready(row, m.inner, t, down);
+        });
+        products(down, tokens);
+    }
+
+    void logits() {
+        if (!step.num_rows) return;
+        const Product head[] = {{&m.head, step.logits, m.head.outputs, Into::SET}};
+        each(REST, step.num_rows, [&](int i) { norm(&r.x[(int64_t)step.rows[i] * m.hidden], m.norm, i, head); });
+        products(head, step.num_rows);
+    }
+
+    template <int N> void ready(const float* row, int inputs, int at, const Product (&for_products)[N]) {
+        bool integers = false, halves = false;
+        for (const Product& p : for_products) (p.weight->format == BF16 ? halves : integers) = true;
+        prepare(row, inputs, at, r.prepared, integers, halves);
+    }
+
+    template <int N> void norm(const float* row, const float* weight, int at, const Product (&for_products)[N]) {
+        static thread_local std::vector<float> normed;
+        normed.resize(m.hidden);
+        rms_norm(row, weight, m.hidden, normed.data());
+        ready(normed.data(), m.hidden, at, for_products);
+    }
+
+    void rms_norm(const float* row, const float* weight, int size, float* out) const {
+        f32x16 squares = {};
+        for (int i = 0; i < size; i += 16) squares = fma16(load<f32x16>(row + i), load<f32x16>(row + i), squares);
+        const float factor = 1.0f / std::sqrt(total(squares) / size + m.eps);
+        for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
+    }
+
+    // Shares out tiles by the handful, small enough that the last ones to finish differ little.
+    template <int N> void products(const Product (&list)[N], int rows) {
+        int tiles = 0;
+        for (const Product& p : list) tiles += tiles_of(p);
+        const int handful = std::max(1, tiles / (r.team.size() * 8));
+        each(PRODUCTS, (tiles + handful - 1) / handful, [&](int item) {
+            for (int i = item * handful; i < std::min(tiles, (item + 1) * handful); i++) {
+                int tile = i;
+                const Product* p = list;
+                for (; tile >= tiles_of(*p); p++) tile -= tiles_of(*p);
+                tile_product(*p->weight, tile, r.prepared, rows, p->out, p->stride, p->into);
+            }
+        });
+    }
+
+    static int tiles_of(const Product& p) { return (p.weight->outputs + TILE - 1) / TILE; }
+
+    void rotate_and_write(const Layer& l, int index, int token, float* row) {
+        const int dim = m.head_dim;
+        for (int head = 0; head < m.heads + m.kv_heads; head++) {
+            const float* weight = head < m.heads ? l.q_norm : l.k_norm;
+            if (weight) rms_norm(row + head * dim, weight, dim, row + head * dim);
+            rotate(row + head * dim, step.cos + (int64_t)token * dim, step.sin + (int64_t)token * dim);
+        }
+        const Span& span = span_of(token);
+        const int position = span.start + token - span.first, size = step.pool.block_size;
+        const int64_t block = step.tables[span.table + position / size];
+        for (int head = 0; head < m.kv_heads; head++) {
+            for (int value = 0; value < 2; value++) {
+                const float* from = row + (m.heads + value * m.kv_heads + head) * dim;
+                uint8_t* to = step.pool.at(block, head, index, value, position % size);
+                for (int i = 0; i < dim; i += 16) pool_store(step.pool, to, i, load<f32x16>(from + i));
+            }
+        }
+    }
+
+    void rotate(float* x, const float* cos, const float* sin) const {
+        const int half = m.head_dim / 2;
+        for (int i = 0; i < half; i++) {
+            const float a = x[i], b = x[i + half];
+            x[i] = a * cos[i] + b * sin[i];
+            x[i + half] = b * cos[i + half] + a * sin[i + half];
+        }
+    }
+
+    const Span& span_of(int token) const {
+        const Span* after = std::upper_bound(step.spans, step.spans + step.num_spans, token,
+                                             [](int t, const Span& span) { return t < span.first; });
+        return after[-1];
+    }
+
+    void attend(const Piece& piece, int layer, int window) {
+        float *qkv = r.qkv.data(), *mixed = r.mixed.data();
+        if (m.head_dim == 64) r.attention.attend<64>(piece, layer, window, qkv, mixed);
+        else if (m.head_dim == 128) r.attention.attend<128>(piece, layer, window, qkv, mixed);
+        else r.attention.attend<0>(piece, layer, window, qkv, mixed);
+    }
+
+    // silu(gate) * up, over the gate.
+    static void gate(float* row, int size) {
+        for (int i = 0; i < size; i += 16) {
+            f32x16 g = load<f32x16>(row + i);
+            f32x16 e = exp16((f32x16)((u32x16)g | 0x80000000u));  // e^-|g|
+            f32x16 sigmoid = choose(g < 0.0f, e, splat(1.0f)) / (e + 1.0f);
+            store(row + i, g * sigmoid * load<f32x16>(row + size + i));
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void* cpu_step_open(const Model* model, int32_t threads) { return new Runner(*model, threads); }
+
+void cpu_step_close(void* runner) { delete static_cast<Runner*>(runner); }
+
+void cpu_step_run(void* handle, const Step* step) {
+    Runner& runner = *static_cast<Runner*>(handle);
+    const Model& m = runner.model;
+    runner.reserve(std::max(step->num_tokens, step->num_rows));
+    Attention& a = runner.attention;
+    a.pool = &step->pool;
+    a.spans = step->spans;
+    a.tables = step->tables;
+    a.heads = m.heads;
+    a.qkv_stride = runner.qkv_width();
+    a.scale = m.scale;
+    a.plan(step->num_tokens, step->num_spans);
+    std::atomic<bool> first{true};
+    runner.team.run([&] {
+        Walk walk(runner, *step, first.exchange(false));
+        walk.all();
+        if (walk.timing) std::copy(walk.spent, walk.spent + 3, step->seconds);
+    });
+}
+}

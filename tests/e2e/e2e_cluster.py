@@ -54,6 +54,11 @@ class Cluster:
         children = processes.descendants(self.control(name))
         return next(child.pid for child in children if "cluster.rank" in command_line(child.pid))
 
+    def actor(self, kind: str) -> int:
+        """The process of an actor, by the title that Ray gives it."""
+        family = processes.descendants(self.process.pid)
+        return next(one.pid for one in family if f"ray::{kind}" in command_line(one.pid))
+
     def until(self, what: str, holds: Callable[[dict[str, Any]], bool], *, timeout_s: float) -> float:
         """Wait until the status says so; the seconds it took. AssertionError with the last status if it does not."""
         start_s = time.monotonic()
@@ -62,7 +67,7 @@ class Cluster:
         while time.monotonic() - start_s < timeout_s:
             try:
                 status = self.status()
-            except urllib.error.URLError:
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 status = {}
             if status and holds(status):
                 return time.monotonic() - start_s

@@ -78,3 +78,25 @@ def _done_within(future, deadline_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_a_killed_router_comes_back_and_knows_its_workers_again(two_decode: Cluster) -> None:
+    two_decode.until_all_alive()
+    incarnations = {worker["name"]: worker["incarnation"] for worker in two_decode.status()["workers"]}
+    os.kill(two_decode.actor("RouterActor"), signal.SIGKILL)
+    two_decode.until("the same workers again", lambda status: _same(status, incarnations), timeout_s=30)
+    with two_decode.client() as client:
+        ask_capital(client)
+
+
+def test_a_killed_gateway_comes_back_on_its_ports(two_decode: Cluster) -> None:
+    two_decode.until_all_alive()
+    os.kill(two_decode.actor("GatewayActor"), signal.SIGKILL)
+    two_decode.until_all_alive(timeout_s=30)
+    with two_decode.client() as client:
+        ask_capital(client)
+    two_decode.until_idle()
+
+
+def _same(status: dict, incarnations: dict[str, str]) -> bool:  # type: ignore[type-arg]
+    return all_alive(status) and incarnations == {w["name"]: w["incarnation"] for w in status["workers"]}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.types import EngineLoad
+from tandem.messages import TransferCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class WorkerStatus:
     """Of its control, on its own machine."""
     load: EngineLoad | None = None
     transfers_in_flight: int = 0
+    transfers: tuple[TransferCounters, ...] = ()
+    """What each of its transports has moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,8 @@ class Flight:
     attempt: Attempt | None = None
     gone: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
+    declined: Declined | None = None
+    """The last attempt's."""
     placed_s: float | None = None
     first_s: float | None = None
     last_s: float = 0.0
@@ -320,7 +322,8 @@ class Dispatch:
                 flight.placed_s = self._clock()
                 return placed
             if not flight.full:
-                flight.failure = Declined(placed.code, placed.reason)
+                before = f" (before: {flight.declined.message})" if flight.declined else ""
+                flight.failure = Declined(placed.code, placed.reason + before)
                 return None
             flight.full = frozenset()
             await self._sleep(min(backoff_s * (0.5 + self._random.random()), self._left_s(flight)))
@@ -363,6 +366,7 @@ class Dispatch:
     async def _declined(self, flight: Flight, attempt: Attempt, error: Declined) -> None:
         """Try elsewhere if that can help and no token is out; else the request has failed."""
         fault = attempt.at_fault(error)
+        flight.declined = error
         if error.code in (Code.UNAVAILABLE, Code.STALE):
             flight.gone |= {fault.name}
             await self._router.suspect(fault, error.message)

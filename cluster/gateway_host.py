@@ -159,10 +159,18 @@ class GatewayHost:
 
     def _observe(self, status: ClusterStatus) -> None:
         for worker in status.workers:
+            if worker.load is None:
+                self._metrics.forget(worker.name)
             self._metrics.observe_health(worker.name, worker.role, Health(worker.health))
             if worker.load is not None:
                 report = LoadReport(
-                    worker.name, worker.incarnation, 0, worker.load, (), transfers_in_flight=worker.transfers_in_flight
+                    worker.name,
+                    worker.incarnation,
+                    0,
+                    worker.load,
+                    (),
+                    transfers_in_flight=worker.transfers_in_flight,
+                    transfers=worker.transfers,
                 )
                 self._metrics.observe_report(worker.role, report)
 

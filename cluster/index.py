@@ -7,6 +7,8 @@ or a request waits for KV that is not there, so everything fails towards "no mat
 * events of another incarnation than the registered one are refused;
 * a gap in the numbers voids all that is known of that worker; what it stores afterwards counts again, and it is listed
   in `incomplete` until an event with `cleared` (a worker's full retelling starts with one) makes the picture whole;
+* the numbers in load reports show a gap behind which no event has followed yet: the last one was lost, or the router is
+  younger than the events, or its subscription was;
 * a worker that leaves takes its keys along.
 
 `Underway` counts the prefixes that dispatched requests are about to compute: they will be there before the next
@@ -92,6 +94,13 @@ class PrefixIndex:
         self._remove_keys(source, events.tier, events.removed)
         self._store_keys(source, events.tier, events.stored)
         return True
+
+    def told_up_to(self, worker: str, incarnation: str, number: int) -> None:
+        """The worker says that `number` was its last event so far; what we have not seen of them we have missed."""
+        source = self._sources.get(worker)
+        if source is not None and source.incarnation == incarnation and number > source.number:
+            self._forget(source)
+            source.number, source.complete = number, False
 
     def incomplete(self) -> tuple[str, ...]:
         """Workers of whose cache some part is unknown since an event was lost."""

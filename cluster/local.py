@@ -25,6 +25,7 @@ from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.dispatch import Dispatch, Flight
 from cluster.gateway import Gateway
 from cluster.membership import Fence, Kill, Restart
+from cluster.metrics import Metrics
 from cluster.outcome import Outcome
 from cluster.router import RouterState
 from cluster.snapshot import Placement, Refusal, RequestView
@@ -47,6 +48,7 @@ from tandem.messages import (
     KvEvents,
     LoadReport,
     Question,
+    ReplayPrefixes,
     WorkerInfo,
     WorkerRef,
 )
@@ -93,6 +95,7 @@ class LocalCluster:
         self.hub = FrameHub()
         self.slots: dict[str, Slot] = {}
         self.outcomes: list[Outcome] = []
+        self.metrics = Metrics(config)
         self._model = model
         self._engine_of = engine_of
         self._clock = clock
@@ -109,12 +112,19 @@ class LocalCluster:
             self.hub,
             GATEWAY_ID,
             limits=dispatch_limits(config),
-            on_outcome=self.outcomes.append,
+            on_received=partial(self.metrics.received, config.model.name),
+            on_outcome=self._ended,
             clock=clock,
             seed=seed,
         )
         self.gateway = Gateway(
-            gateway_settings(config), Text.load(model), roads, self.dispatch, partial(hasher_for, config), clock=clock
+            gateway_settings(config),
+            Text.load(model),
+            roads,
+            self.dispatch,
+            partial(hasher_for, config),
+            clock=clock,
+            on_refused=self._refused,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -181,6 +191,7 @@ class LocalCluster:
             on_answer(gone)
         self.hub.lost(name, slot.ref.incarnation, "it was killed")
         self.router.lost(slot.ref, "it was killed", self._clock())
+        self.metrics.forget(name)
 
     def freeze(self, name: str) -> None:
         """As under SIGSTOP: it is there and says nothing."""
@@ -256,6 +267,14 @@ class LocalCluster:
         for slot in self.slots.values():
             slot.worker.check()
 
+    def _ended(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.metrics.observe_outcome(outcome)
+
+    def _refused(self, code: Code) -> None:
+        self.metrics.received(self.config.model.name, "")
+        self.metrics.refused(code, "")
+
     # -- a worker's loop -------------------------------------------------------------------------------------------
 
     async def _pump(self, slot: Slot) -> None:
@@ -287,7 +306,8 @@ class LocalCluster:
                 case FrameFor(frame=frame):
                     self.hub.deliver(frame)
                 case LoadReport():
-                    self.router.report(carried, now)
+                    if self.router.report(carried, now):
+                        self.metrics.observe_report(slot.worker.info.role, carried)
                 case KvEvents():
                     self.router.kv_events(carried)
                 case _:
@@ -328,6 +348,8 @@ class LocalCluster:
                 await asyncio.wait_for(self._closing.wait(), self.config.timeouts.heartbeat_s / 2)
             for decision in self.router.tick(self._clock()):
                 self._carry_out(decision)
+            for ref in self.router.replays_due(self._clock()):
+                self._question(ref, ReplayPrefixes(), ASK_S, lambda answer: None)
 
     def _carry_out(self, decision: Any) -> None:
         if self._closing.is_set():

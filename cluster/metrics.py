@@ -10,7 +10,7 @@ client invents is "unknown". Nothing that a client wrote is ever a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,8 +22,7 @@ from cluster.membership import Health
 from cluster.outcome import Outcome
 from cluster.snapshot import REASONS
 from engine.types import EngineLoad
-from kvtransfer.types import TransferStats
-from tandem.messages import Code, LoadReport
+from tandem.messages import Code, LoadReport, TransferCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -90,10 +89,7 @@ class Metrics:
     # -- workers -------------------------------------------------------------------------------------------------
 
     def observe_report(self, role: str, report: LoadReport) -> None:
-        self.workers.report(report.worker, role, report.load, report.transfers_in_flight)
-
-    def observe_transfers(self, worker: str, stats: Iterable[TransferStats]) -> None:
-        self.workers.transfers(worker, tuple(stats))
+        self.workers.report(role, report)
 
     def observe_health(self, worker: str, role: str, health: Health) -> None:
         self.workers.health(worker, role, health)
@@ -172,7 +168,7 @@ class _Shown:
     role: str = UNKNOWN
     load: EngineLoad | None = None
     transfers_in_flight: int = 0
-    transfers: tuple[TransferStats, ...] = ()
+    transfers: tuple[TransferCounters, ...] = ()
     health: Health | None = None
 
 
@@ -182,12 +178,10 @@ class WorkerSeries(Collector):
     def __init__(self) -> None:
         self._shown: dict[str, _Shown] = {}
 
-    def report(self, worker: str, role: str, load: EngineLoad, transfers_in_flight: int) -> None:
-        shown = self._shown.setdefault(worker, _Shown())
-        shown.role, shown.load, shown.transfers_in_flight = role, load, transfers_in_flight
-
-    def transfers(self, worker: str, stats: tuple[TransferStats, ...]) -> None:
-        self._shown.setdefault(worker, _Shown()).transfers = stats
+    def report(self, role: str, report: LoadReport) -> None:
+        shown = self._shown.setdefault(report.worker, _Shown())
+        shown.role, shown.load = role, report.load
+        shown.transfers_in_flight, shown.transfers = report.transfers_in_flight, report.transfers
 
     def health(self, worker: str, role: str, health: Health) -> None:
         shown = self._shown.setdefault(worker, _Shown())

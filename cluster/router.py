@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.config import TandemConfig
 from cluster.index import PrefixIndex, Slots, tokens_of
@@ -21,9 +22,19 @@ from cluster.ledger import Claim, Ledger
 from cluster.membership import Decision, Fence, Health, HealthBounds, Membership
 from cluster.policies import POLICIES, Policy
 from cluster.policies.estimates import uncached
+from cluster.replay import Replays
 from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
 from engine.types import EngineLoad
-from tandem.messages import Code, Declined, HandoffReport, KvEvents, LoadReport, WorkerInfo, WorkerRef
+from tandem.messages import (
+    Code,
+    Declined,
+    HandoffReport,
+    KvEvents,
+    LoadReport,
+    TransferCounters,
+    WorkerInfo,
+    WorkerRef,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +55,18 @@ class _Known:
     number: int = -1
     reported_s: float = 0.0
     transfers_in_flight: int = 0
+    transfers: tuple[TransferCounters, ...] = ()
     draining: bool = False
     last_placed: int = 0
+
+
+class Loaded(NamedTuple):
+    """A worker's last report."""
+
+    info: WorkerInfo
+    load: EngineLoad
+    transfers_in_flight: int
+    transfers: tuple[TransferCounters, ...]
 
 
 def place(request: RequestView, snapshot: Snapshot, now: float, policy: Policy) -> Placement | Refusal:
@@ -64,6 +85,7 @@ class RouterState:
         self.index = PrefixIndex(slots)
         self.ledger = Ledger(slots, adopted_itl_s=_tightest_itl_s(config))
         self.membership = Membership(bounds_of(config))
+        self._replays = Replays()
         self._known: dict[str, _Known] = {}
         self._links: dict[tuple[str, str], float] = {}
         self._placed: dict[str, tuple[str, str]] = {}
@@ -102,17 +124,23 @@ class RouterState:
             return False
         known.number, known.load, known.reported_s = report.number, report.load, now
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
+        known.transfers = report.transfers
+        self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"
         self.ledger.reported(report.worker, report.request_ids, decode=decode, now=now)
         return True
 
     def kv_events(self, events: KvEvents) -> bool:
-        """News of a prefix cache. False: refused. See `stale_indexes` for what to do after a gap."""
+        """News of a prefix cache. False: refused. See `replays_due` for what to do after a gap."""
         return self.index.apply(events)
 
     def stale_indexes(self) -> tuple[WorkerRef, ...]:
         """Workers of whose cache a part is unknown; their retelling (an event with `cleared`) mends it."""
         return tuple(self._known[name].info.ref for name in self.index.incomplete())
+
+    def replays_due(self, now: float) -> tuple[WorkerRef, ...]:
+        """Workers to be asked now (`ReplayPrefixes`) for all that they hold; see `cluster.replay`."""
+        return self._replays.due(self.stale_indexes(), now)
 
     def suspect(self, ref: WorkerRef, why: str, now: float) -> None:
         """Somebody got no answer from this worker: it gets no request until it is heard again."""
@@ -200,9 +228,12 @@ class RouterState:
             knobs=self._knobs,
         )
 
-    def loads(self) -> dict[str, tuple[WorkerInfo, EngineLoad, int]]:
-        """Each worker's last report and its transfers in flight, for status and metrics."""
-        return {name: (known.info, known.load, known.transfers_in_flight) for name, known in self._known.items()}
+    def loads(self) -> dict[str, Loaded]:
+        """What each worker last reported, for status and metrics."""
+        return {
+            name: Loaded(known.info, known.load, known.transfers_in_flight, known.transfers)
+            for name, known in self._known.items()
+        }
 
     def check(self) -> None:
         """Invariants of the parts and between them. Raises AssertionError with the story."""

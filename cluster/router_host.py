@@ -4,7 +4,8 @@
     newborn workers ──turn, register──▶ supervisor ──kill──▶ processes        └──fences──▶ gateways
 
 If it dies, a new one begins empty: workers notice that they are not known and register again, their reports bring the
-live requests back into the ledger, and gateways ask again.
+live requests back into the ledger, and gateways ask again. Which prefixes a worker holds is asked of itself whenever
+events were missed: after a restart, a lost message, or because a subscription takes a moment.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from dataclasses import dataclass, replace
 from cluster.cluster_status import ClusterStatus, WorkerStatus
 from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.events import Subscriber
+from cluster.node_client import NodeClient
 from cluster.outcome import Outcome
 from cluster.processes import Process
 from cluster.router import RouterState
 from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.supervisor import Fenced, Supervisor
 from cluster.wiring import role_of
-from tandem.messages import Declined, LoadReport, WorkerInfo, WorkerRef
+from tandem.messages import Declined, LoadReport, ReplayPrefixes, WorkerInfo, WorkerRef
 
 log = logging.getLogger(__name__)
 
 DECISIONS_SHOWN = 32
+REPLAY_ASK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class RouterHost:
         self._whereabouts: dict[str, Whereabouts] = {}
         self._events: dict[str, str] = {}
         self._subscriber = Subscriber(secret)
+        self._workers = NodeClient(secret, clock=clock)
+        self._asking: set[asyncio.Task[None]] = set()
         self._supervisor = Supervisor(self.state, self._end, clock)
         self._supervisor.expect(name for role in ROLES for name in worker_names(config, role))
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -65,9 +70,11 @@ class RouterHost:
         self._tasks = (asyncio.create_task(self._listen()), asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._asking)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._workers.close()
         self._subscriber.close()
 
     # -- workers -------------------------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ class RouterHost:
         members = sorted(self.state.membership.members(), key=lambda member: member.name)
         workers = []
         for member in members:
-            info, load, transfers = loads.get(member.name, (None, None, 0))
+            loaded = loads.get(member.name)
             where = self._whereabouts.get(member.name)
             workers.append(
                 WorkerStatus(
@@ -140,10 +147,11 @@ class RouterHost:
                     health=str(member.health),
                     why=member.why,
                     incarnation=member.incarnation,
-                    address=info.ref.address if info else "",
+                    address=loaded.info.ref.address if loaded else "",
                     pid=where.process.pid if where else None,
-                    load=load,
-                    transfers_in_flight=transfers,
+                    load=loaded.load if loaded else None,
+                    transfers_in_flight=loaded.transfers_in_flight if loaded else 0,
+                    transfers=loaded.transfers if loaded else (),
                 )
             )
         ready, why = self.state.readiness()
@@ -172,7 +180,18 @@ class RouterHost:
     async def _watch(self) -> None:
         while True:
             self._supervisor.tick()
+            for ref in self.state.replays_due(self._clock()):
+                task = asyncio.create_task(self._ask_replay(ref))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 2)
+
+    async def _ask_replay(self, ref: WorkerRef) -> None:
+        """Asked again later when nothing comes of it."""
+        answer = await self._workers.ask(ref, ReplayPrefixes(), REPLAY_ASK_S)
+        await self._workers.forget(ref)
+        if isinstance(answer, Declined):
+            log.warning("%s did not tell its prefixes again: %s", ref.peer, answer.message)
 
     def _end(self, name: str) -> None:
         where = self._whereabouts.pop(name, None)

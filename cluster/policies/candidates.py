@@ -1,7 +1,7 @@
 """Who may get a request at all: the part that all policies share.
 
-A request that no known worker could ever hold is INVALID, whoever is alive. Nobody there is UNAVAILABLE. Somebody
-there, but excluded for this request or behind its queue bound, is NO_ROOM.
+A request that no known worker could ever hold is INVALID, whoever is alive. Nobody there, or nobody that this request
+has not tried in vain, is UNAVAILABLE. Somebody there, but behind its queue bound, is NO_ROOM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _nobody(role: str, views: tuple[WorkerView, ...], snapshot: Snapshot) -> Ref
         return Refusal(Code.UNAVAILABLE, f"no {role} worker is alive; try again soon")
     allowed = [view for view in views if view.name not in snapshot.excluded]
     if not allowed:
-        return Refusal(Code.NO_ROOM, f"all {len(views)} {role} workers have been tried; try again soon")
+        return Refusal(Code.UNAVAILABLE, f"every {role} worker ({len(views)}) has been tried; try again soon")
     waiting = min(view.waiting for view in allowed)
     bound = f"waiting is at least {waiting}, the bound is {snapshot.knobs.max_waiting}"
     return Refusal(Code.NO_ROOM, f"every {role} worker that could hold the request is full ({bound}); try again later")

@@ -127,6 +127,16 @@ async def test_prefill_that_passes_on_decodes_refusal_is_not_blamed() -> None:
         assert ("decode-0", Abort("r0")) in made.workers.asked
 
 
+async def test_when_every_worker_failed_the_client_hears_unavailable_and_why() -> None:
+    async with bench() as made:
+        made.workers.declines["prefill-0", Submit] = [Declined(Code.UNAVAILABLE, "the transfer broke")]
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.UNAVAILABLE
+        assert "the transfer broke" in flight.outcome.message
+
+
 async def test_when_every_worker_is_full_the_request_waits_for_room() -> None:
     async with bench(limits=SLOW) as made:
         made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")] * 5

@@ -58,6 +58,20 @@ def test_a_full_retelling_mends_a_gap() -> None:
     assert index.match(CHAIN) == {"w": 4}
 
 
+def test_a_report_shows_a_gap_that_no_event_follows() -> None:
+    index = index_of("w")
+    index.apply(news(1, *CHAIN))
+    index.told_up_to("w", "i1", 1)
+    assert index.match(CHAIN) == {"w": 4}
+    index.told_up_to("w", "i0", 9)
+    assert index.incomplete() == ()
+    index.told_up_to("w", "i1", 2)
+    assert (index.match(CHAIN), index.incomplete()) == ({}, ("w",))
+    index.apply(news(3, *CHAIN[:3], cleared=True))
+    assert (index.match(CHAIN), index.incomplete()) == ({"w": 3}, ())
+    index.check()
+
+
 def test_repeated_and_late_events_are_refused() -> None:
     index = index_of("w")
     index.apply(news(1, *CHAIN))

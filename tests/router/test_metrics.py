@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,8 +14,7 @@ from cluster.metrics import UNKNOWN, Metrics
 from cluster.outcome import Outcome
 from cluster.snapshot import FASTEST, REASONS
 from engine.types import FinishReason
-from kvtransfer.types import TransferStats
-from tandem.messages import Code, HandoffReport
+from tandem.messages import Code, HandoffReport, TransferCounters
 from tests.router.worlds import report
 
 CONFIG = TandemConfig(
@@ -145,8 +145,8 @@ def test_workers_show_live_and_cached_blocks_apart(metrics: Metrics) -> None:
 
 
 def test_prefix_cache_preemptions_and_transfers_of_a_worker_are_shown(metrics: Metrics) -> None:
-    metrics.observe_report("prefill", report("prefill-0", 1, prefix_queries=100, prefix_hits=40, preemptions=2))
-    metrics.observe_transfers("prefill-0", [TransferStats("ucx", 5, 500, 0.5, 0, 0, 1, 2)])
+    told = report("prefill-0", 1, prefix_queries=100, prefix_hits=40, preemptions=2)
+    metrics.observe_report("prefill", replace(told, transfers=(TransferCounters("ucx", 5, 500, 0.5, 0, 0, 1, 2),)))
     assert total(metrics, "tandem_worker_prefix_query_tokens_total", worker="prefill-0") == 100
     assert total(metrics, "tandem_worker_prefix_hit_tokens_total", worker="prefill-0") == 40
     assert total(metrics, "tandem_worker_preemptions_total", worker="prefill-0") == 2
@@ -157,8 +157,8 @@ def test_prefix_cache_preemptions_and_transfers_of_a_worker_are_shown(metrics: M
 
 
 def test_a_worker_that_is_gone_leaves_no_series(metrics: Metrics) -> None:
-    metrics.observe_report("decode", report("decode-0", 1, running=1))
-    metrics.observe_transfers("decode-0", [TransferStats("tcp")])
+    told = report("decode-0", 1, running=1)
+    metrics.observe_report("decode", replace(told, transfers=(TransferCounters("tcp"),)))
     metrics.observe_health("decode-0", "decode", Health.ALIVE)
     assert b"decode-0" in metrics.expose()
     metrics.forget("decode-0")

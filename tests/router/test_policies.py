@@ -101,7 +101,7 @@ def test_a_request_goes_only_where_it_fits(policy: str) -> None:
 
 
 @EVERY_POLICY
-def test_excluded_workers_are_not_chosen_and_when_all_are_there_is_no_room(policy: str) -> None:
+def test_excluded_workers_are_not_chosen_and_when_all_are_nobody_is_there(policy: str) -> None:
     views = [worker(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)]
     some = replace(world(*views), excluded=frozenset({"prefill-0", "decode-1"}))
     assert names(placed(request(), replace(some, knobs=RoutingKnobs(local_prefill="never")), policy)) == (
@@ -109,7 +109,7 @@ def test_excluded_workers_are_not_chosen_and_when_all_are_there_is_no_room(polic
         "decode-0",
     )
     none = replace(some, excluded=frozenset({"decode-0", "decode-1"}))
-    assert refused(request(), none, policy).code is Code.NO_ROOM
+    assert refused(request(), none, policy).code is Code.UNAVAILABLE
 
 
 @EVERY_POLICY

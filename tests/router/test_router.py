@@ -120,6 +120,18 @@ def test_a_lost_event_means_no_match_and_a_request_to_tell_again(router: RouterS
     assert router.stale_indexes() == (info("prefill-1").ref,)
 
 
+def test_a_worker_is_asked_to_tell_again_until_it_has_and_less_and_less_often(router: RouterState) -> None:
+    ref = info("prefill-1").ref
+    router.report(replace(report("prefill-1", 2), kv_events=7), 10.0)
+    asked = [now for now in (10.0 + 0.25 * i for i in range(40)) if router.replays_due(now) == (ref,)]
+    assert asked == [10.0, 10.5, 11.5, 13.5, 17.5]
+    router.kv_events(KvEvents("prefill-1", "i1", 8, stored=PREFIX_KEYS, cleared=True))
+    assert router.replays_due(60.0) == ()
+    assert placed(router, "r", prefix_keys=PREFIX_KEYS).prefill_overlap_tokens == 160
+    router.report(replace(report("prefill-1", 3), kv_events=10), 61.0)
+    assert router.replays_due(61.0) == (ref,)
+
+
 def test_affinity_can_be_switched_off() -> None:
     config = TandemConfig(routing=RoutingSection(prefix_affinity=False))
     router = cluster(config=config)

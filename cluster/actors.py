@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import models, processes
@@ -29,6 +29,7 @@ from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.supervisor import Fenced
 from cluster.wiring import LOOPBACK, model_source
 from cluster.worker_host import GivenUp, WorkerHost
+from engine.errors import TandemError
 from tandem.messages import Code, Declined, WorkerInfo, WorkerRef
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ ASK_S = 10.0
 """For a call between actors that should take a millisecond."""
 END_NOW = 70
 """Exit code by which a worker's process makes way for the next."""
+
+
+class NotStarted(TandemError):
+    """An actor ended while it was being made; the message says why."""
 
 
 class RouterActor:
@@ -260,8 +265,17 @@ def slot_of(role: str) -> str:
 
 
 def addresses(timeout_s: float) -> Addresses | None:
-    """The gateway's, once it listens. RayError with its story when it could not start."""
-    return _within(Addresses, ray.get_actor(GATEWAY).addresses.remote(), timeout_s)
+    """The gateway's, once it listens; None when that takes longer. Raises NotStarted."""
+    try:
+        return _within(Addresses, ray.get_actor(GATEWAY).addresses.remote(), timeout_s)
+    except (RayActorError, RayTaskError) as error:
+        raise NotStarted(f"the gateway does not start: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The line of Ray's long story that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line or ":" in line), "unknown")
 
 
 def status(timeout_s: float) -> ClusterStatus | None:

@@ -163,22 +163,12 @@ def _not_ready(config: TandemConfig, status: ClusterStatus | None) -> str:
 
 
 def _gateway_addresses(deadline_s: float) -> Addresses:
-    from ray.exceptions import RayActorError, RayTaskError
-
     from cluster import actors
 
-    try:
-        found = actors.addresses(max(1.0, deadline_s - time.monotonic()))
-    except (RayActorError, RayTaskError) as error:
-        raise StartFailed(f"the gateway does not start: {_reason(error)}") from error
+    found = actors.addresses(max(1.0, deadline_s - time.monotonic()))
     if found is None:
         raise StartFailed("the gateway did not start in time")
     return found
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line or ":" in line), "unknown")
 
 
 # -- commands ------------------------------------------------------------------------------------------------------

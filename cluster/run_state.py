@@ -70,8 +70,8 @@ def load() -> RunState:
     path = state_file()
     try:
         read = json.loads(path.read_text())
-        owner = Process(**read.pop("owner")) if read["owner"] else None
-        state = RunState(**{**read, "workers": tuple(read["workers"])}, owner=owner)
+        owner = read.pop("owner")
+        state = RunState(**{**read, "workers": tuple(read["workers"])}, owner=Process(**owner) if owner else None)
     except FileNotFoundError:
         raise NotRunning("no cluster is running here; start one with `tandem serve` (or `make serve`)") from None
     except (ValueError, TypeError, KeyError) as error:

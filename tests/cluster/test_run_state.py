@@ -21,8 +21,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 STATE = RunState(grpc="127.0.0.1:1", http="127.0.0.1:2", model="m", workers=("prefill-0", "decode-0"))
 
 
-def test_what_is_saved_is_loaded_and_nobody_else_can_read_it() -> None:
-    state = replace(STATE, owner=processes.this_process())
+@pytest.mark.parametrize("owner", [None, processes.this_process()])
+def test_what_is_saved_is_loaded_and_nobody_else_can_read_it(owner: processes.Process | None) -> None:
+    state = replace(STATE, owner=owner)
     path = run_state.save(state)
     assert run_state.load() == state
     assert path.stat().st_mode & 0o777 == 0o600

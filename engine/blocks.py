@@ -49,6 +49,10 @@ class BlockPool:
     def is_live(self, block: int) -> bool:
         return self._references[block] > 0
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holds it."""
+        return self._references[block] > 1
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, all or none."""
         if count > self.available:

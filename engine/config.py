@@ -10,6 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 HASHES = ("builtin", "sha256")
 WEIGHTS = ("auto", "dense", "packed")
 KERNELS = ("auto", "torch")
+PREEMPTIONS = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     chunked_prefill: bool = True
+    preemption: str = "auto"
+    """`auto`: whichever is estimated cheaper, computing KV again or copying it out and in. Others: always that one."""
+    swap_bytes: int = 256 << 20
+    """Host memory for KV of preempted sequences, taken as it is used; when it is full they are computed again."""
     prefix_caching: bool = True
     prefix_hash: str = "builtin"
     hash_seed: int = 0
@@ -46,6 +51,7 @@ class EngineConfig:
         if self.kv_dtype is not None:
             _one_of("kv_dtype", self.kv_dtype, DTYPES)
         _one_of("prefix_hash", self.prefix_hash, HASHES)
+        _one_of("preemption", self.preemption, PREEMPTIONS)
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("kernels", self.kernels, KERNELS)
         if self.weights == "packed" and self.device != "cpu":
@@ -55,6 +61,10 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(name, getattr(self, name), "a positive number")
+        if self.swap_bytes < 0:
+            raise ConfigError("swap_bytes", self.swap_bytes, "0 (no swapping) or a positive number")
+        if self.preemption == "swap" and not self.swap_bytes:
+            raise ConfigError("swap_bytes", 0, "positive when preemption is swap")
         for name in ("num_blocks", "max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value <= 0:

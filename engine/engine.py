@@ -9,8 +9,9 @@ One `step` is plan → run → sample → apply; the plan is a value and says wh
 the sequences of that plan and no others, a row of logits that is not finite ends its sequence. `check` proves after any
 of it that every block is free, cached, or held by somebody known.
 
-A preempted sequence starts over in other blocks: its `computed_tokens` fall back and its block table changes. Blocks
-that a transfer still reads stay as they are until `unretain`.
+A preempted sequence starts over in other blocks, or waits in swap space and goes on in other ones: its block table
+changes, and where it starts over its `computed_tokens` fall back. Blocks that a transfer still reads stay as they are
+until `unretain`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from engine.roster import Roster
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
 from engine.step_times import StepTimeModel, shape_of
+from engine.swap import BlockMover, CopyRate, probe
 from engine.types import (
     BlockLease,
     EngineLoad,
@@ -56,7 +58,8 @@ class Runner(Protocol):
 
 
 class Engine:
-    """`memory` is the KV pool's bytes, block after block, for transfers to read and write."""
+    """`memory` is the KV pool's bytes, block after block, for transfers to read and write. `mover` copies blocks to
+    `swap_slots` slots of swap space and back; without it a preempted sequence is always computed again."""
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class Engine:
         facts: ModelFacts,
         *,
         memory: memoryview | None = None,
+        mover: BlockMover | None = None,
+        swap_slots: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         root = hash_root(
@@ -92,7 +97,10 @@ class Engine:
         self._clock = clock
         self._memory = memory
         self._pool = BlockPool(facts.total_blocks)
-        self._roster = Roster(self._pool, config.block_size, hasher)
+        self._mover = mover
+        self._copy_rate = CopyRate()
+        swaps = mover is not None and config.preemption != "recompute"
+        self._roster = Roster(self._pool, config.block_size, hasher, swap_slots if swaps else 0)
         self._times = StepTimeModel()
         self._scheduler = Scheduler(
             config,
@@ -100,7 +108,11 @@ class Engine:
             self._times,
             eos_token_ids=frozenset(facts.eos_token_ids),
             max_model_len=self.info.max_model_len,
+            block_bytes=facts.block_bytes,
+            copy_rate=self._copy_rate,
         )
+        if self._roster.slots.total and mover is not None:
+            probe(mover, facts.block_bytes, self._copy_rate, clock)
         self._generated = 0
         # Set when a plan came out empty, cleared by whatever could change that: so that nobody spins.
         self._stuck = False
@@ -110,9 +122,11 @@ class Engine:
     def open(cls, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> Engine:
         """Read the checkpoint, allocate the pool, build the runner. Raises ModelError or ConfigError."""
         from engine.assemble import assemble  # torch models only where one is loaded
+        from engine.host_swap import HostSwap
 
         runner, facts, memory = assemble(config)
-        return cls(config, runner, facts, memory=memory, clock=clock)
+        mover = HostSwap(runner.pool, config.swap_bytes)
+        return cls(config, runner, facts, memory=memory, mover=mover, swap_slots=mover.slots, clock=clock)
 
     def pool_bytes(self) -> memoryview:
         """Writable bytes of the KV pool; block i is [i * block_bytes, (i + 1) * block_bytes).
@@ -200,7 +214,8 @@ class Engine:
         """Whether a step now could do anything. False as well while all that waits is waiting for blocks."""
         if self._first_deadline is not None and self._first_deadline <= self._clock():
             return True
-        return not self._stuck and bool(self._roster.waiting or self._roster.running)
+        roster = self._roster
+        return not self._stuck and bool(roster.waiting or roster.swapped or roster.running)
 
     def next_deadline(self) -> float | None:
         """A time at or before which nobody's deadline passes: call `step` again then, even without work."""
@@ -210,14 +225,34 @@ class Engine:
         """Plan, run, sample, apply; None when there was nothing to do."""
         expired = self._expired(now)
         plan = self._scheduler.plan(now)
-        self._stuck = not plan.chunks and not plan.preempted
-        if not plan.chunks:
-            return StepResult(expired, now, 0.0, plan) if expired or plan.preempted else None
+        moves = plan.preempted or plan.swap_in
+        self._stuck = not plan.chunks and not moves
+        if not plan.chunks and not moves:
+            return StepResult(expired, now, 0.0, plan) if expired else None
         started_s = self._clock()
-        progress = self._carried_out(plan, started_s)
+        progress = self._moved(plan)
+        if not progress and plan.chunks:
+            progress = self._carried_out(plan)
         return StepResult(expired + progress, started_s, self._clock() - started_s, plan)
 
-    def _carried_out(self, plan: StepPlan, started_s: float) -> tuple[Progress, ...]:
+    def _moved(self, plan: StepPlan) -> tuple[Progress, ...]:
+        """Carry the plan's swaps out; says something only when that failed."""
+        out = [pair for swap in plan.swap_out for pair in swap.pairs]
+        back = [pair for swap in plan.swap_in for pair in swap.pairs]
+        if self._mover is None or not (out or back):
+            return ()
+        started_s = self._clock()
+        try:
+            self._mover.out(out)
+            self._mover.back(back)
+        except Exception as error:  # Whatever a device can raise: those whose KV it held end, the engine does not.
+            _log.exception("swapping failed")
+            return self._scheduler.swap_failed(plan, f"{type(error).__name__}: {error}")
+        self._copy_rate.observe((len(out) + len(back)) * self.info.block_bytes, self._clock() - started_s)
+        return ()
+
+    def _carried_out(self, plan: StepPlan) -> tuple[Progress, ...]:
+        started_s = self._clock()
         try:
             logits = self._runner.run(plan)
             sequences = [self._roster.by_id[chunk.request_id] for chunk in plan.chunks]
@@ -235,7 +270,8 @@ class Engine:
     def load(self, now: float) -> EngineLoad:
         """This engine's state in numbers. `now` is unused today: nothing in it depends on the time."""
         roster, pool = self._roster, self._pool
-        pending = [seq for queue in (roster.waiting, roster.running) for seq in queue if not seq.decoding]
+        queues = (roster.waiting, roster.swapped, roster.running)
+        pending = [seq for queue in queues for seq in queue if not seq.decoding]
         return EngineLoad(
             total_blocks=pool.total,
             free_blocks=pool.free,
@@ -253,6 +289,10 @@ class Engine:
             prompt_tokens=roster.prompt_tokens,
             generated_tokens=self._generated,
             step_times=self._times.times,
+            swapped=len(roster.swapped),
+            swap_preemptions=roster.swap_preemptions,
+            swap_total_blocks=roster.slots.total,
+            swap_used_blocks=roster.slots.total - roster.slots.free,
         )
 
     def drain_kv_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
@@ -298,7 +338,7 @@ class Engine:
         expired = self._scheduler.expire(now)
         ahead = [
             seq.request.deadline_s
-            for queue in (self._roster.waiting, self._roster.running)
+            for queue in (self._roster.waiting, self._roster.swapped, self._roster.running)
             for seq in queue
             if seq.request.deadline_s is not None
         ]

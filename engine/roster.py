@@ -15,22 +15,26 @@ from operator import attrgetter
 from engine.blocks import BlockPool
 from engine.hashing import GRANULE, PrefixHasher
 from engine.sequence import Sequence, State
-from engine.types import Request, Token
+from engine.swap import SwapSlots
+from engine.types import Request, Swap, Token
 
 _by_order = attrgetter("order")
 
 
 class Roster:
-    """`hasher` None switches prefix caching off."""
+    """`hasher` None switches prefix caching off; without `swap_slots` nobody is swapped out."""
 
-    def __init__(self, pool: BlockPool, block_size: int, hasher: PrefixHasher | None) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, hasher: PrefixHasher | None, swap_slots: int = 0) -> None:
         self.pool = pool
+        self.slots = SwapSlots(swap_slots)
         self.block_size = block_size
         self.by_id: dict[str, Sequence] = {}
         self.waiting: list[Sequence] = []
-        """Most urgent first, as `running`."""
+        """Most urgent first, as the next two."""
+        self.swapped: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.swap_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0
@@ -66,7 +70,8 @@ class Roster:
 
         The first in the queue has first call on free blocks: leases granted past it would starve it.
         """
-        promised = self._blocks_for(self.waiting[0]) if self.waiting else 0
+        first = next(iter(self.swapped or self.waiting), None)
+        promised = self._blocks_for(first) if first else 0
         seq = self._new(request, now, State.LEASED)
         hits = self._match(seq, seq.prompt_len)
         if not self._provide(seq, hits, self._headroom() + promised):
@@ -119,6 +124,48 @@ class Roster:
         self.preemptions += 1
         insort(self.waiting, seq, key=_by_order)
 
+    def kept_by_others(self, seq: Sequence) -> int:
+        """Leading tokens of a running sequence whose blocks somebody else holds too, so that they stay findable."""
+        blocks = 0
+        while blocks < seq.published and self.pool.is_shared(seq.blocks[blocks]):
+            blocks += 1
+        return blocks * self.block_size
+
+    def may_swap_out(self, seq: Sequence) -> bool:
+        """Whether it has KV to keep and swap space has room for it."""
+        return 0 < -(-seq.computed // self.block_size) <= self.slots.free
+
+    def swap_out(self, seq: Sequence) -> Swap:
+        """Running → swapped; its blocks go back, and what they hold must be copied before anybody writes there."""
+        used = seq.blocks[: -(-seq.computed // self.block_size)]
+        slots = self.slots.take(len(used))
+        assert slots is not None, f"{seq.request_id} finds no room in swap space"
+        self._leave(self.running, seq)
+        self._give_back(seq)
+        seq.slots = slots
+        seq.state = State.SWAPPED
+        seq.preemptions += 1
+        self.preemptions += 1
+        self.swap_preemptions += 1
+        insort(self.swapped, seq, key=_by_order)
+        return Swap(seq.request_id, tuple(zip(used, slots, strict=True)))
+
+    def swap_in(self, seq: Sequence) -> Swap | None:
+        """Swapped → running in other blocks, into which the pairs must be copied; None when they are not there.
+
+        What the prefix cache still holds needs no copy.
+        """
+        hits = self._match(seq, seq.computed)
+        if not self._provide(seq, hits, self._headroom()):
+            return None
+        pairs = tuple(zip(seq.blocks, seq.slots, strict=False))[len(hits) :]
+        self.slots.give_back(seq.slots)
+        seq.slots = []
+        self._leave(self.swapped, seq)
+        seq.state = State.RUNNING
+        insort(self.running, seq, key=_by_order)
+        return Swap(seq.request_id, pairs)
+
     def park(self, seq: Sequence) -> None:
         """Running → held: blocks stay until `end`."""
         self._leave(self.running, seq)
@@ -134,9 +181,12 @@ class Roster:
             self._leave(self.waiting, seq)
         elif seq.state is State.RUNNING:
             self._leave(self.running, seq)
+        elif seq.state is State.SWAPPED:
+            self._leave(self.swapped, seq)
         elif seq.state is State.LEASED:
             self._leases -= 1
         self._give_back(seq)
+        self.slots.give_back(seq.slots)
         del self.by_id[seq.request_id]
 
     # -- references of transfers ---------------------------------------------------------------------------------
@@ -180,12 +230,16 @@ class Roster:
             story = f"{seq.request_id} ({seq.state}, computed {seq.computed} of {len(seq.tokens)}, blocks {seq.blocks})"
             assert (seq in self.waiting) == (seq.state is State.WAITING), f"{story}: waiting list disagrees"
             assert (seq in self.running) == (seq.state is State.RUNNING), f"{story}: running list disagrees"
-            assert seq.computed <= len(seq.blocks) * self.block_size, f"{story}: computed beyond its blocks"
-            assert seq.state is not State.WAITING or not seq.blocks, f"{story}: waits with blocks"
+            assert (seq in self.swapped) == (seq.state is State.SWAPPED), f"{story}: swapped list disagrees"
+            kept = seq.slots if seq.state is State.SWAPPED else seq.blocks
+            assert seq.computed <= len(kept) * self.block_size, f"{story}: computed beyond its blocks"
+            assert not (seq.slots and seq.blocks), f"{story}: in the pool and in swap space"
+            assert seq.state not in (State.WAITING, State.SWAPPED) or not seq.blocks, f"{story}: waits with blocks"
             assert seq.state in (State.WAITING, State.LEASED) or seq.computed <= len(seq.tokens), f"{story}: too far"
         leases = sum(seq.state is State.LEASED for seq in self.by_id.values())
         assert leases == self._leases, f"{leases} leases, {self._leases} counted"
-        for queue in (self.waiting, self.running):
+        self.slots.check([slot for seq in self.by_id.values() for slot in seq.slots])
+        for queue in (self.waiting, self.swapped, self.running):
             assert queue == sorted(queue, key=_by_order), "a queue is out of order"
             assert all(self.by_id.get(seq.request_id) is seq for seq in queue), "a queue holds a stranger"
         self.pool.check(owners)

@@ -3,13 +3,14 @@
 Each step has `max_num_batched_tokens` tokens and `max_num_seqs` seats to give:
 
 1. Running sequences that decode get one token each, most urgent first. One that needs a block when none is left takes
-   it from the least urgent running sequence, which goes back to the queue and is computed again later. The most urgent
-   sequence is never preempted, so somebody always gets on.
-2. Prompt work gets the rest, or less: beside decodes with a promised time between tokens, only what keeps the tightest
+   it from the least urgent running sequence, which leaves its KV in swap space or is computed again later, whichever is
+   cheaper (`engine.preemption`). The most urgent sequence is never preempted, so somebody always gets on.
+2. Swapped-out sequences come back as soon as blocks for all their tokens are there; nobody enters before them.
+3. Prompt work gets the rest, or less: beside decodes with a promised time between tokens, only what keeps the tightest
    promise (`engine.budget`). Half of it goes to the most urgent prompt and the other half to the shortest first, so
    that neither a long prompt blocks short ones nor a stream of short ones starves it: it takes at most about twice the
    time that it would take alone.
-3. A waiting sequence enters when blocks for all its tokens are there, and one more for each running sequence to grow.
+4. A waiting sequence enters when blocks for all its tokens are there, and one more for each running sequence to grow.
    One for which there is no room lets at most `MOST_PASSES` later ones go first, none once it was preempted. One whose
    next block is just being computed by another sequence waits for it, and finds it in the prefix cache.
 
@@ -20,16 +21,18 @@ Urgency is priority plus age, see `engine.sequence`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.budget import least_share, prompt_tokens_within, step_limit_s
 from engine.config import EngineConfig
+from engine.preemption import cost_of, swaps, told
 from engine.roster import Roster
 from engine.sequence import Sequence, State, finish_reason
 from engine.step_times import StepShape, StepTimeModel, shape_of
-from engine.types import Chunk, FinishReason, Progress, Request, StepPlan, Token
+from engine.swap import CopyRate
+from engine.types import Chunk, FinishReason, Progress, Request, StepPlan, Swap, Token
 
 MOST_PASSES = 8
 """Later sequences that may enter before one for which there is no room."""
@@ -56,11 +59,13 @@ class _Draft:
     seats: int
     shares: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
+    swap_out: list[Swap] = field(default_factory=list)
+    swap_in: list[Swap] = field(default_factory=list)
     blocked: Sequence | None = None
     refusals: int = 0
     coming: dict[bytes, Sequence] | None = None
     """Who is computing which block at the moment."""
-    limit: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def give(self, seq: Sequence, tokens: int) -> None:
         if tokens <= 0:
@@ -82,12 +87,16 @@ class Scheduler:
         *,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        block_bytes: int = 0,
+        copy_rate: CopyRate | None = None,
     ) -> None:
         self._config = config
         self._roster = roster
         self._times = times
         self._eos = eos_token_ids
         self._max_model_len = max_model_len
+        self._block_bytes = block_bytes
+        self._copy_rate = copy_rate or CopyRate()
         self._prompts_had_a_step = False
 
     # -- before the step -----------------------------------------------------------------------------------------
@@ -97,6 +106,7 @@ class Scheduler:
         draft = _Draft(now, self._config.max_num_batched_tokens, self._config.max_num_seqs)
         if self._config.chunked_prefill:
             self._give_decodes(draft)
+            self._bring_back(draft)
             self._give_prompts(draft)
         else:
             self._give_one_kind(draft)
@@ -108,6 +118,7 @@ class Scheduler:
         self._prompts_had_a_step = bool(draft.shares)
         if not draft.shares:
             self._give_decodes(draft)
+            self._bring_back(draft)
         if not draft.shares and not draft.preempted:
             self._give_prompts(draft)
 
@@ -125,11 +136,36 @@ class Scheduler:
             victim = roster.running[-1]
             if victim is seq is roster.running[0]:
                 return False  # Held, leased or in transfer: those end without our help, and giving up gains nothing.
-            roster.preempt(victim)
-            draft.preempted.append(victim.request_id)
+            self._preempt(victim, draft)
             if victim is seq:
                 return False
         return True
+
+    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+        roster, config = self._roster, self._config
+        kept = roster.kept_by_others(victim)
+        rate = self._copy_rate.bytes_per_s
+        cost = cost_of(victim.computed, kept, config.block_size, self._block_bytes, self._times.times, rate)
+        swapped = swaps(config.preemption, cost, room=roster.may_swap_out(victim))
+        if swapped:
+            draft.swap_out.append(roster.swap_out(victim))
+        else:
+            roster.preempt(victim)
+        draft.preempted.append(victim.request_id)
+        draft.notes.append(told(victim.request_id, cost, swapped=swapped))
+
+    def _bring_back(self, draft: _Draft) -> None:
+        """Swapped-out sequences, most urgent first, as far as there is room. Who was just preempted would only take
+        back what it gave."""
+        roster = self._roster
+        while roster.swapped and not draft.preempted and draft.tokens and draft.seats:
+            seq = roster.swapped[0]
+            swap = roster.swap_in(seq) if len(roster.running) < self._config.max_num_seqs else None
+            if swap is None:
+                return
+            draft.swap_in.append(swap)
+            if seq.decoding:
+                draft.give(seq, 1)
 
     def _give_prompts(self, draft: _Draft) -> None:
         candidates = sorted(self._candidates(draft), key=lambda seq: seq.order)
@@ -178,7 +214,9 @@ class Scheduler:
         if seq.state is State.RUNNING:
             return True
         roster = self._roster
-        if not draft.seats or len(roster.running) >= self._config.max_num_seqs or not self._may_pass(draft):
+        if not draft.seats or len(roster.running) >= self._config.max_num_seqs:
+            return False
+        if roster.swapped or not self._may_pass(draft):
             return False
         if self._neighbour(seq, draft) is not None:
             return False
@@ -229,17 +267,23 @@ class Scheduler:
         waited = draft.now - most_urgent.arrived_s
         least = least_share(self._roster.block_size, waited, most_urgent.request.ttft_s)
         allowed = min(draft.tokens, max(kept, least))
-        draft.limit = f"ITL {tightest * 1e3:.0f} ms allows {kept} prompt tokens, at least {least}"
+        draft.notes.append(f"ITL {tightest * 1e3:.0f} ms allows {kept} prompt tokens, at least {least}")
         return allowed
 
     def _written(self, draft: _Draft) -> StepPlan:
         chunks = tuple(self._chunk(self._roster.by_id[request_id], n) for request_id, n in draft.shares.items())
-        if not chunks:
-            return StepPlan((), preempted=tuple(draft.preempted), reason="nothing can run")
-        reason = f"{len(chunks)} of {len(self._roster.running)} running, {len(self._roster.waiting)} waiting"
-        if draft.limit:
-            reason = f"{reason}; {draft.limit}"
-        return StepPlan(chunks, self._times.predict_s(shape_of(chunks)), tuple(draft.preempted), reason)
+        roster = self._roster
+        reason = f"{len(chunks)} of {len(roster.running)} running, {len(roster.waiting)} waiting"
+        if roster.swapped:
+            reason += f", {len(roster.swapped)} swapped out"
+        return StepPlan(
+            chunks,
+            self._times.predict_s(shape_of(chunks)) if chunks else 0.0,
+            tuple(draft.preempted),
+            "; ".join([reason if chunks else "nothing can run", *draft.notes]),
+            tuple(draft.swap_out),
+            tuple(draft.swap_in),
+        )
 
     def _chunk(self, seq: Sequence, tokens: int) -> Chunk:
         start, end = seq.computed, seq.computed + tokens
@@ -302,13 +346,21 @@ class Scheduler:
 
     def failed(self, plan: StepPlan, error: str) -> tuple[Progress, ...]:
         """The step itself failed: everybody in it ends, their blocks come back."""
-        return tuple(self.end(self._roster.by_id[chunk.request_id], FinishReason.ERROR, error) for chunk in plan.chunks)
+        return self._end_all((chunk.request_id for chunk in plan.chunks), error)
+
+    def swap_failed(self, plan: StepPlan, error: str) -> tuple[Progress, ...]:
+        """Copies before the step failed: nobody knows what is where, so those concerned and the step's own end."""
+        moved = (swap.request_id for swap in (*plan.swap_out, *plan.swap_in))
+        return self._end_all(dict.fromkeys((*moved, *(chunk.request_id for chunk in plan.chunks))), error)
+
+    def _end_all(self, request_ids: Iterable[str], error: str) -> tuple[Progress, ...]:
+        return tuple(self.end(self._roster.by_id[name], FinishReason.ERROR, error) for name in request_ids)
 
     def expire(self, now: float) -> tuple[Progress, ...]:
-        """End everybody waiting or running whose deadline has passed."""
+        """End everybody waiting, swapped out or running whose deadline has passed."""
         late = [
             seq
-            for queue in (self._roster.waiting, self._roster.running)
+            for queue in (self._roster.waiting, self._roster.swapped, self._roster.running)
             for seq in queue
             if seq.request.deadline_s is not None and seq.request.deadline_s <= now
         ]

@@ -1,6 +1,7 @@
 """One sequence on its way through the engine: the mutable half of a request.
 
-    WAITING → RUNNING → (end)          a whole request, or one that was preempted and waits again
+    WAITING → RUNNING → (end)          a whole request, or one that was preempted and is computed again
+              RUNNING → SWAPPED → RUNNING   preempted, its KV kept in swap space
               RUNNING → HELD → (end)   prefill only: the first token is there, the blocks wait to be sent
     LEASED  → RUNNING → (end)          decode only: the KV comes from elsewhere, then it is adopted
 
@@ -26,6 +27,7 @@ AGEING_S = 5.0
 class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     HELD = "held"
     LEASED = "leased"
 
@@ -50,6 +52,7 @@ class Sequence:
         "prompt_logprobs",
         "published",
         "request",
+        "slots",
         "state",
         "tokens",
         "wants_prompt_logprobs",
@@ -68,6 +71,7 @@ class Sequence:
         self.computed = 0
         self.cached_tokens = 0
         self.blocks: list[int] = []
+        self.slots: list[int] = []
         self.published = 0
         self.keys: list[bytes] = []
         self.passes = 0

@@ -97,13 +97,27 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """KV of one sequence to copy between the pool and swap space: (block, slot) pairs."""
+
+    request_id: str
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes, decided by the scheduler and printable; the runner only carries it out."""
+    """What one step computes, decided by the scheduler and printable; the runner only carries it out.
+
+    Before it runs, `swap_out` is copied to swap space and then `swap_in` back into the pool. `preempted` names all who
+    lost their blocks, swapped out or not.
+    """
 
     chunks: tuple[Chunk, ...]
     predicted_s: float = 0.0
     preempted: tuple[str, ...] = ()
     reason: str = ""
+    swap_out: tuple[Swap, ...] = ()
+    swap_in: tuple[Swap, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -199,3 +213,9 @@ class EngineLoad:
     prompt_tokens: int
     generated_tokens: int
     step_times: StepTimes = StepTimes()
+    swapped: int = 0
+    """Sequences that wait in swap space."""
+    swap_preemptions: int = 0
+    """Of `preemptions`, those that swapped; the others compute again."""
+    swap_total_blocks: int = 0
+    swap_used_blocks: int = 0

@@ -87,6 +87,30 @@ class FakeRunner:
             other.memory[there] = list(self.memory[here])
 
 
+class FakeSwap:
+    """Swap space for the numbers of a `FakeRunner`. `broken` raises at the next copy."""
+
+    def __init__(self, runner: FakeRunner, slots: int) -> None:
+        self.runner = runner
+        self.memory = [[-1] * runner.block_size for _ in range(slots)]
+        self.broken: Exception | None = None
+
+    def out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._fail()
+        for block, slot in pairs:
+            self.memory[slot] = list(self.runner.memory[block])
+
+    def back(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._fail()
+        for block, slot in pairs:
+            self.runner.memory[block] = list(self.memory[slot])
+
+    def _fail(self) -> None:
+        broken, self.broken = self.broken, None
+        if broken is not None:
+            raise broken
+
+
 class Clock:
     """Time that passes only when told, and a little with each look, so that durations are positive."""
 
@@ -98,7 +122,9 @@ class Clock:
         return self.now
 
 
-def make_engine(num_blocks: int = 64, *, clock: Clock | None = None, max_model_len: int = 4096, **settings) -> Engine:  # type: ignore[no-untyped-def]
+def make_engine(  # type: ignore[no-untyped-def]
+    num_blocks: int = 64, *, clock: Clock | None = None, max_model_len: int = 4096, swap_slots: int = 0, **settings
+) -> Engine:
     config = EngineConfig(model="fake", **settings)
     runner = FakeRunner(num_blocks, config.block_size)
     facts = ModelFacts(
@@ -111,13 +137,20 @@ def make_engine(num_blocks: int = 64, *, clock: Clock | None = None, max_model_l
         total_blocks=num_blocks,
         eos_token_ids=(EOS, OTHER_EOS),
     )
-    return Engine(config, runner, facts, clock=clock or Clock())
+    mover = FakeSwap(runner, swap_slots)
+    return Engine(config, runner, facts, mover=mover, swap_slots=swap_slots, clock=clock or Clock())
 
 
 def runner_of(engine: Engine) -> FakeRunner:
     runner = engine._runner
     assert isinstance(runner, FakeRunner)
     return runner
+
+
+def swap_of(engine: Engine) -> FakeSwap:
+    mover = engine._mover
+    assert isinstance(mover, FakeSwap)
+    return mover
 
 
 _ids = itertools.count()

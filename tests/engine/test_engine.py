@@ -529,10 +529,13 @@ def test_bad_requests_leave_no_trace() -> None:
     assert not engine.has_work()
 
 
-def test_random_traffic_with_aborts_leases_and_transfers_keeps_every_block_accounted_for() -> None:
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_random_traffic_with_aborts_leases_and_transfers_keeps_every_block_accounted_for(preemption: str) -> None:
     chance = random.Random(11)
     clock = Clock()
-    engine = make_engine(20, clock=clock, max_num_batched_tokens=40, max_num_seqs=5)
+    engine = make_engine(
+        20, clock=clock, max_num_batched_tokens=40, max_num_seqs=5, preemption=preemption, swap_slots=12
+    )
     story, known, retained = Story(engine), list[Request](), list[tuple[int, ...]]()
     for number in range(400):
         kind = chance.choice(

@@ -93,3 +93,21 @@ def test_the_pool_is_sized_from_memory_and_the_context_from_the_model(checkpoint
     assert info.total_blocks == (1 << 20) // info.block_bytes
     assert info.max_model_len < 1 << 20
     assert len(engine.pool_bytes()) == info.total_blocks * info.block_bytes
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_real_model_says_the_same_after_either_way_of_preemption(checkpoint: Path, preemption: str) -> None:
+    requests = [make_request(tuple(range(i, i + 50)), f"l{i}", max_tokens=90) for i in range(3)]
+    roomy = run_all(opened(checkpoint, prefix_caching=False), *requests)
+    tight = opened(checkpoint, num_blocks=10, prefix_caching=False, preemption=preemption)
+    squeezed = run_all(tight, *requests)
+    load = tight.load(0.0)
+    assert load.preemptions > 0
+    assert load.swap_preemptions == (load.preemptions if preemption == "swap" else 0)
+    assert [squeezed.tokens(f"l{i}") for i in range(3)] == [roomy.tokens(f"l{i}") for i in range(3)]
+
+
+def test_swap_space_is_bounded_by_its_bytes(checkpoint: Path) -> None:
+    engine = opened(checkpoint, swap_bytes=1 << 20)
+    assert engine.load(0.0).swap_total_blocks == (1 << 20) // engine.info.block_bytes
+    assert opened(checkpoint, swap_bytes=0).load(0.0).swap_total_blocks == 0

@@ -1,0 +1,81 @@
+"""Swap space: host memory where preempted sequences leave their KV instead of computing it again.
+
+`SwapSlots` keeps the books (which slot is whose is known by the roster, as with blocks), a `BlockMover` moves the bytes
+(`engine.host_swap`), `CopyRate` measures how fast. A slot has the size of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+Pairs = Sequence[tuple[int, int]]
+
+_PRIOR_BYTES_PER_S = 2e9
+_NEWEST = 0.3
+"""What the newest measurement counts."""
+
+
+class BlockMover(Protocol):
+    """Copies whole blocks; each call has ended its copies when it returns."""
+
+    def out(self, pairs: Pairs) -> None:
+        """Pool to swap space: (block, slot)."""
+
+    def back(self, pairs: Pairs) -> None:
+        """Swap space to pool: (block, slot)."""
+
+
+class SwapSlots:
+    """Slots 0 … `total` - 1, each free or held by one sequence."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` slots, all or none."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        self._free.extend(slots)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Free and held slots make up the whole, none twice. Raises AssertionError otherwise."""
+        assert sorted([*self._free, *held]) == list(range(self.total)), f"swap slots: free {self._free}, held {held}"
+
+
+class CopyRate:
+    """Bytes per second of copies to and from swap space, a running mean of what was measured."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = _PRIOR_BYTES_PER_S
+        self._measured = False
+
+    def observe(self, size: int, duration_s: float) -> None:
+        """`size` bytes took `duration_s`; what took no time teaches nothing."""
+        if size <= 0 or duration_s <= 0:
+            return
+        weight = _NEWEST if self._measured else 1.0
+        self._measured = True
+        # Means of seconds per byte: a slow copy counts for the time that it took.
+        self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight * duration_s / size)
+
+    def seconds(self, size: int) -> float:
+        return size / self.bytes_per_s
+
+
+def probe(mover: BlockMover, block_bytes: int, rate: CopyRate, clock: Callable[[], float]) -> None:
+    """A first measurement, before anybody's KV is in block 0: there and back, after a first round for page faults."""
+    for round_ in range(2):
+        started_s = clock()
+        mover.out([(0, 0)])
+        mover.back([(0, 0)])
+        if round_:
+            rate.observe(2 * block_bytes, clock() - started_s)

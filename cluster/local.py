@@ -180,8 +180,9 @@ class LocalCluster:
 
     restart = start
 
-    def kill(self, name: str) -> None:
-        """Without a word: its memory, its questions and its streams are gone at once."""
+    def kill(self, name: str, *, noticed: bool = True) -> None:
+        """Without a word: its memory, its questions and its streams are gone at once. Unless `noticed` the router has
+        to find out from those who ask in vain."""
         slot = self.slots.pop(name)
         assert slot.pump is not None
         slot.pump.cancel()
@@ -190,8 +191,16 @@ class LocalCluster:
         for on_answer in tuple(slot.asked.values()):
             on_answer(gone)
         self.hub.lost(name, slot.ref.incarnation, "it was killed")
-        self.router.lost(slot.ref, "it was killed", self._clock())
         self.metrics.forget(name)
+        if noticed:
+            self.router.lost(slot.ref, "it was killed", self._clock())
+
+    def restart_router(self) -> None:
+        """A new router that knows nothing; the workers notice, and register again."""
+        self.router = RouterState(self.config)
+        for slot in self.slots.values():
+            declined = self.router.register(slot.worker.info, self._clock())
+            assert declined is None, declined
 
     def freeze(self, name: str) -> None:
         """As under SIGSTOP: it is there and says nothing."""
@@ -346,6 +355,9 @@ class LocalCluster:
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), self.config.timeouts.heartbeat_s / 2)
+            for slot in self.slots.values():
+                if not slot.frozen:
+                    self.router.present(slot.ref, self._clock())
             for decision in self.router.tick(self._clock()):
                 self._carry_out(decision)
             for ref in self.router.replays_due(self._clock()):

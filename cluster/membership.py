@@ -11,6 +11,9 @@ accepted any more), `Kill`, `Restart`, `GiveUp`. An incarnation that was fenced 
 wakes from SIGSTOP finds that it is nobody. A worker that joins by itself (Ray restarted it) is welcome from every state
 with a new incarnation. A start counts as good only after `stable_s` of life; before, a death counts as another failure.
 
+A worker's reports are its heartbeat. Its control may also show up without one (`present`): then the reports do not get
+through, and the worker is only a last choice, since a control ends a rank that is silent.
+
 An accusation (a connection refused, a question unanswered) takes a worker out of routing at once, until it is heard
 again; `max_accusations` without `stable_s` of peace between them fence it.
 """
@@ -91,6 +94,7 @@ class Member:
     since_s: float
     incarnation: str = ""
     heard_s: float = 0.0
+    present_s: float = 0.0
     joined_s: float = 0.0
     restart_at_s: float = 0.0
     failures: int = 0
@@ -125,7 +129,7 @@ class Membership:
             if member.incarnation and member.incarnation not in member.dead:
                 self._fence(member, "replaced by a new incarnation")
             member.incarnation, member.joined_s, member.accusations = ref.incarnation, now, 0
-        member.heard_s = now
+        member.heard_s = member.present_s = now
         self._enter(member, Health.ALIVE, now, f"joined as {ref.incarnation}")
         return True
 
@@ -139,6 +143,14 @@ class Membership:
             self._enter(member, Health.ALIVE, now, "heard again")
         if now - member.joined_s >= self._bounds.stable_s:
             member.failures = 0
+        return True
+
+    def present(self, name: str, incarnation: str, now: float) -> bool:
+        """Its control is there, whatever became of its reports. False: this incarnation is nobody (any more)."""
+        member = self._members.get(name)
+        if member is None or not self._is_current(member, incarnation):
+            return False
+        member.present_s = now
         return True
 
     def accused(self, name: str, incarnation: str, why: str, now: float) -> None:
@@ -205,7 +217,7 @@ class Membership:
 
     def _watch_silence(self, member: Member, now: float) -> None:
         silent_s = now - member.heard_s
-        if silent_s >= self._bounds.fence_s:
+        if min(silent_s, now - member.present_s) >= self._bounds.fence_s:
             self._bury(member, now, f"silent for {silent_s:.1f} s")
         elif silent_s >= self._bounds.suspect_s and member.health is Health.ALIVE:
             self._enter(member, Health.SUSPECT, now, f"silent for {silent_s:.1f} s")

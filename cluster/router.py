@@ -142,6 +142,11 @@ class RouterState:
         """Workers to be asked now (`ReplayPrefixes`) for all that they hold; see `cluster.replay`."""
         return self._replays.due(self.stale_indexes(), now)
 
+    def present(self, ref: WorkerRef, now: float) -> bool:
+        """A worker's control asks whether it is known. False: register (again), or end, for it was fenced."""
+        known = self._known.get(ref.name)
+        return known is not None and known.info.ref == ref and self.membership.present(ref.name, ref.incarnation, now)
+
     def suspect(self, ref: WorkerRef, why: str, now: float) -> None:
         """Somebody got no answer from this worker: it gets no request until it is heard again."""
         self.membership.accused(ref.name, ref.incarnation, why, now)

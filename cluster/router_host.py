@@ -107,7 +107,7 @@ class RouterHost:
 
     def knows(self, ref: WorkerRef) -> bool:
         """False: register again (the router is a new one) or end (it was fenced)."""
-        return any(info.ref == ref for info in self.state.workers())
+        return self.state.present(ref, self._clock())
 
     # -- gateways ------------------------------------------------------------------------------------------------
 

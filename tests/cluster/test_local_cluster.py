@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.config import ModelSection, PoolSection, PoolsSection, RoutingSection, TandemConfig, TimeoutsSection
+from cluster.config import PoolsSection
 from cluster.local import LocalCluster
 from cluster.validate import Ask
 from engine.config import EngineConfig
@@ -19,69 +18,7 @@ from engine.engine import Engine
 from engine.toy import make_toy_checkpoint
 from engine.types import FinishReason, Request, SamplingParams
 from tandem.messages import Code, FaultInjected, FaultKind, InjectFault
-
-POOL = PoolSection(num_blocks=96, max_num_batched_tokens=64, max_num_seqs=8)
-SOON = TimeoutsSection(
-    heartbeat_s=0.1,
-    suspect_s=0.5,
-    fence_s=1.0,
-    lease_s=2.0,
-    connect_s=2.0,
-    request_s=30.0,
-    restart_backoff_s=0.1,
-)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_checkpoint(tmp_path_factory.mktemp("toy"))
-
-
-def config(prefill: int = 1, decode: int = 1, local: str = "never", decode_blocks: int = 96) -> TandemConfig:
-    return TandemConfig(
-        model=ModelSection(name="toy", dtype="float32"),
-        pools=PoolsSection(
-            prefill=replace(POOL, count=prefill), decode=replace(POOL, count=decode, num_blocks=decode_blocks)
-        ),
-        routing=RoutingSection(local_prefill=local),
-        timeouts=SOON,
-    )
-
-
-@contextlib.asynccontextmanager
-async def running(toy: Path, settings: TandemConfig) -> AsyncIterator[LocalCluster]:
-    """A cluster that must end with nothing held."""
-    async with LocalCluster(settings, toy) as cluster:
-        yield cluster
-        await cluster.settled()
-        cluster.check()
-        assert len(cluster.hub) == 0
-
-
-def request(request_id: str, length: int = 60, *, salt: int = 0, **sampling: object) -> Request:
-    params = SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | sampling))  # type: ignore[arg-type]
-    token_ids = tuple((11 * i + 17 * salt) % 250 for i in range(length))
-    return Request(request_id=request_id, token_ids=token_ids, sampling=params, arrival_s=time.monotonic())
-
-
-@pytest.fixture(scope="module")
-def alone(toy: Path) -> Callable[[Request], list[int]]:
-    engine = Engine.open(EngineConfig(model=str(toy), num_blocks=256))
-
-    def answer(req: Request) -> list[int]:
-        engine.submit(replace(req, deadline_s=None))
-        tokens: list[int] = []
-        while engine.has_work():
-            result = engine.step(0.0)
-            assert result is not None
-            tokens += [token.token_id for one in result.progress for token in one.tokens]
-        return tokens
-
-    return answer
-
-
-def ids(tokens: tuple[object, ...]) -> list[int]:
-    return [token.token_id for token in tokens]  # type: ignore[attr-defined]
+from tests.cluster.local_rig import POOL, config, ids, request, running
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])

@@ -46,6 +46,18 @@ def test_silence_makes_suspect_then_fenced_killed_and_restarted() -> None:
     assert members.usable("w")
 
 
+def test_a_worker_whose_reports_are_lost_but_whose_control_shows_up_is_a_last_choice_and_stays() -> None:
+    members = alive()
+    for now in range(1, 60):
+        assert members.present("w", "i1", now)
+        assert members.tick(now) == ()
+    assert not members.usable("w")
+    assert members.late("w")
+    assert not members.present("w", "i0", 60)
+    assert Fence("w", "i1", "silent for 65.0 s") in members.tick(65.0)
+    assert not members.present("w", "i1", 65)
+
+
 def test_a_suspect_that_is_heard_again_is_alive() -> None:
     members = alive()
     members.tick(3.0)

@@ -36,7 +36,8 @@ def make_transport(
     """A transport of that scheme over a writable region. Raises `TransferError` when it cannot be had here.
 
     `host` (an IP address) is bound, `advertise` (default: the same) is told to peers; `hub` is needed by `inproc`.
-    `ucx_error_handling=False` lets UCX use shared memory between peers of one host, see `kvtransfer.ucx`.
+    `ucx_error_handling=False` lets UCX use shared memory on one host, where a peer's death may then abort this process:
+    see `kvtransfer.ucx`.
     """
     if scheme == "inproc":
         if hub is None:

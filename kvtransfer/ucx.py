@@ -2,8 +2,8 @@
 
 The destination posts receives for exactly the bytes it takes, each with a tag of its own (push serial, message index),
 before it says TAKE; neighbours at both ends travel as one message, large ones by rendezvous. All workers of a transport
-progress on its I/O thread, which sleeps on their event descriptors: measured, that is as kind to a decode loop as
-UCX's own thread, moves more (9 against 3 GB/s at 64 KiB), and one thread owns every UCX object.
+progress on its I/O thread, which sleeps on their event descriptors. Measured beside a decode loop over TCP, that costs
+the loop no more than UCX's own thread does and moves as much, and one thread owns every UCX object.
 
 **How a link ends.** A receive that matched a message cannot be cancelled, and closing an endpoint whose peer died may
 crash or wait for ever. So nothing is closed politely: the worker is destroyed as a whole (`ucp_worker_destroy`), which
@@ -11,8 +11,9 @@ touches no other link, and after which nothing of that peer incarnation can reac
 use the dead handle in their destructors, so they are kept alive until the process ends: a few kilobytes per link.
 
 **Error handling.** With it (default) UCX reports a dead peer, and between peers of one host uses TCP. Without it UCX
-takes shared memory, many times faster there; a dead peer then shows on the control connection, a hung one is ended by
-`forget`. Rendezvous by `get` makes the destination move the bytes, so a revived writer can write nothing.
+takes shared memory, many times faster there, and **a peer killed while its memory is being read aborts this process**:
+UCX 1.21 calls abort() when `process_vm_readv` fails (seen under SIGKILL in the middle of a transfer; without that
+path shared memory is slower than TCP). So it is off only where both ends may die together, such as a benchmark.
 
 UCX does not encrypt, and listens on every interface unless told: bound to loopback this transport tells it `lo`.
 """
@@ -49,6 +50,7 @@ class UcxOptions:
     """Choices for one transport; they go into UCX's own configuration, not into the environment."""
 
     error_handling: bool = True
+    """False is fast on one host and lets a peer's death abort this process, see the module's head."""
     devices: str | None = None
     """UCX `NET_DEVICES`; None: `lo` on a loopback address, else UCX's choice."""
     max_message_bytes: int = 8 * 2**20
@@ -86,7 +88,7 @@ class _Batch:
 
 
 class UcxPayload:
-    """The payload road of one link: a UCX worker, and on the source's side one endpoint."""
+    """The payload road of one link: a UCX worker with one endpoint."""
 
     def __init__(self, loop: IoLoop, road: Road, region: memoryview, context: Any, options: UcxOptions) -> None:
         self._loop = loop
@@ -95,7 +97,6 @@ class UcxPayload:
         self._options = options
         self._batches: dict[int, _Batch] = {}
         self._closed = False
-        self._peer_address = b""
         self._endpoint: Any = None
         self._worker = ucx.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
@@ -106,9 +107,12 @@ class UcxPayload:
         return bytes(self._worker.address.tobytes())
 
     def attach(self, blob: bytes) -> None:
-        if not blob:
-            raise TransferError("an empty UCX address")
-        self._peer_address = blob
+        """Both ends make an endpoint at once, so that UCX has wired the pair up before the first payload."""
+        try:
+            address = ucx.UCXAddress.create_from_buffer(bytearray(blob))
+            self._endpoint = self._worker.create_endpoint_from_worker_address(address, self._options.error_handling)
+        except (ucx.UCXError, IndexError) as error:
+            raise TransferError(f"no UCX endpoint: {error}") from error
 
     def runs(self, spans: Sequence[Span]) -> tuple[int, ...]:
         return runs(spans, self._options.max_message_bytes)
@@ -125,7 +129,7 @@ class UcxPayload:
     def send(self, serial: int, spans: Sequence[Span], counts: tuple[int, ...]) -> None:
         if not counts:
             raise FrameError("a TAKE without runs")
-        endpoint = self._endpoint = self._endpoint or self._connect()
+        endpoint = self._endpoint
         self._start(serial, [endpoint.tag_send(array, tag) for array, tag in self._messages(serial, spans, counts)])
 
     def data(self, header: Header) -> None:
@@ -138,13 +142,6 @@ class UcxPayload:
         open_requests = [batch.requests[batch.done :] for batch in self._batches.values()]
         self._batches.clear()
         _destroy(self._worker, self._endpoint, open_requests)
-
-    def _connect(self) -> Any:
-        try:
-            address = ucx.UCXAddress.create_from_buffer(bytearray(self._peer_address))
-            return self._worker.create_endpoint_from_worker_address(address, self._options.error_handling)
-        except ucx.UCXError as error:
-            raise TransferError(f"no UCX endpoint: {error}") from error
 
     def _messages(self, serial: int, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Any, Any]]:
         first_tag = serial % _SERIAL_LIMIT << _INDEX_BITS
@@ -159,6 +156,8 @@ class UcxPayload:
 
     def _progress(self) -> bool:
         """Let UCX work, report what ended, and say whether the thread may sleep on the event descriptor."""
+        if self._closed:
+            return True
         self._worker.progress()
         try:
             ended = [serial for serial, batch in self._batches.items() if _advance(batch)]

@@ -22,7 +22,8 @@ from kvtransfer.types import PeerLost, PushDone, PushFailed, Quiet, Received, Re
 HERE = Path(__file__).parent
 BOUND_S = 10.0
 OTHER = {"source": "destination", "destination": "source"}
-WIRED = transports()[1:]
+WIRED = transports()[1:3]
+"""tcp and ucx; without error handling UCX aborts when a peer is killed, which is why that is not the default."""
 
 
 class Scene:
@@ -67,6 +68,13 @@ class Scene:
     def get_going(self) -> None:
         self.until(lambda: self.count(PushDone, Received) >= 10, pushing=True)
 
+    def freeze(self) -> None:
+        """The peer stops in the middle: what a source pushes from here on cannot be answered."""
+        self.get_going()
+        self.child.send_signal(signal.SIGSTOP)
+        if self.role == "source":
+            self._last = keep_pushing(self.engine, self._last)
+
     def quiet_lease(self) -> None:
         """The lease that was in flight is quiet after it is closed or withdrawn."""
         key = next(event.key for event in reversed(self.events) if not isinstance(event, PeerLost))
@@ -80,20 +88,20 @@ def scene(role: str, transport: str) -> Iterator[Scene]:
     environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=environment) as child:
+        playing = Scene(role, transport, child)
         try:
-            playing = Scene(role, transport, child)
             yield playing
-            playing.engine.shutdown()
-            assert playing.engine.in_flight() == 0
         finally:
             child.kill()
+            playing.engine.shutdown()
+        assert playing.engine.in_flight() == 0
 
 
 @pytest.mark.parametrize("transport", WIRED)
 @pytest.mark.parametrize("role", ["source", "destination"])
 def test_a_peer_killed_in_the_middle_is_lost_within_bounds_and_nothing_stays_in_flight(role, transport):
     with scene(role, transport) as we:
-        we.get_going()
+        we.freeze()
         we.child.kill()
         we.until(lambda: we.count(PeerLost) and we.engine.in_flight() == 0)
         if role == "source":
@@ -107,8 +115,7 @@ def test_a_peer_killed_in_the_middle_is_lost_within_bounds_and_nothing_stays_in_
 @pytest.mark.parametrize("role", ["source", "destination"])
 def test_a_peer_stopped_in_the_middle_is_fenced_by_forgetting_it_and_writes_nothing_when_it_revives(role, transport):
     with scene(role, transport) as we:
-        we.get_going()
-        we.child.send_signal(signal.SIGSTOP)
+        we.freeze()
         we.engine.forget(we.peer)
         waited_s = we.until(lambda: we.engine.in_flight() == 0)
         assert waited_s < 2.0, "forgetting does not wait for the peer"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cluster.config import TandemConfig
@@ -24,7 +25,7 @@ from cluster.policies import POLICIES, Policy
 from cluster.policies.estimates import uncached
 from cluster.replay import Replays
 from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
-from engine.types import EngineLoad
+from engine.types import EngineLoad, StepTimes
 from tandem.messages import (
     Code,
     Declined,
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 MUST_MATCH = ("model", "model_digest", "layout", "numerics", "max_model_len")
 """Fields of `WorkerInfo` that are equal on all workers, or KV cannot be exchanged."""
+PROVEN_SAMPLES = 32
+"""Steps after which a worker's own step times are believed."""
 LINK_STEP = 0.2
 """Weight of a new measurement of a pair's bandwidth."""
 LINK_MIN_BYTES = 1 << 20
@@ -219,7 +222,8 @@ class RouterState:
 
     def snapshot(self, request: RequestView, exclude: frozenset[str], now: float) -> Snapshot:
         """What is known at this moment, for this request."""
-        views = [self._view(known, now) for known in self._known.values() if self._routable(known)]
+        proven = self._proven_times()
+        views = [self._view(known, proven, now) for known in self._known.values() if self._routable(known)]
         overlaps = {}
         if self._config.routing.prefix_affinity and self._config.model.prefix_caching:
             matches = self.index.match(request.prefix_keys, underway=self.ledger.underway.masks)
@@ -274,11 +278,24 @@ class RouterState:
         draining = [f"{name} is draining" for name, known in self._known.items() if known.draining]
         return "; ".join(states + draining) or "none has registered"
 
-    def _view(self, known: _Known, now: float) -> WorkerView:
-        name = known.info.ref.name
+    def _proven_times(self) -> dict[str, StepTimes]:
+        """The step times of each pool's most measured worker, by role."""
+        proven: dict[str, StepTimes] = {}
+        for known in self._known.values():
+            times, role = known.load.step_times, known.info.role
+            if times.samples > proven.get(role, StepTimes()).samples:
+                proven[role] = times
+        return proven
+
+    def _view(self, known: _Known, proven: Mapping[str, StepTimes], now: float) -> WorkerView:
+        """Until a worker has measured itself it is taken to be like its pool's most measured one: the priors may be far
+        off, and a worker that only looks slow would never get anything to measure."""
+        name, load = known.info.ref.name, known.load
+        if load.step_times.samples < PROVEN_SAMPLES:
+            load = replace(load, step_times=proven.get(known.info.role, load.step_times))
         return WorkerView(
             info=known.info,
-            load=known.load,
+            load=load,
             age_s=now - known.reported_s,
             healthy=self.membership.usable(name),
             unseen=self.ledger.unseen(name),

@@ -13,8 +13,9 @@ from cluster.config import RoutingSection, SlaClass, TandemConfig
 from cluster.membership import Fence, GiveUp, Kill, Restart
 from cluster.router import MUST_MATCH, RouterState
 from cluster.snapshot import LOCAL_FASTER, PREFIX, Placement, Refusal, Tally
+from engine.types import StepTimes
 from tandem.messages import Code, HandoffReport, KvEvents, WorkerRef
-from tests.router.worlds import again, cluster, info, keys, load, report, request, stored
+from tests.router.worlds import TIMES, again, cluster, info, keys, load, report, request, stored
 
 NOBODY: frozenset[str] = frozenset()
 REMOTE = TandemConfig(routing=RoutingSection(local_prefill="never"))
@@ -130,6 +131,15 @@ def test_a_worker_is_asked_to_tell_again_until_it_has_and_less_and_less_often(ro
     assert placed(router, "r", prefix_keys=PREFIX_KEYS).prefill_overlap_tokens == 160
     router.report(replace(report("prefill-1", 3), kv_events=10), 61.0)
     assert router.replays_due(61.0) == (ref,)
+
+
+def test_a_worker_that_has_measured_nothing_yet_is_taken_to_be_like_its_pool(router: RouterState) -> None:
+    router.report(report("prefill-0", 2, step_times=replace(TIMES, prefill=(0.0, 1e-5, 0.0))), 1.0)
+    router.report(report("prefill-1", 2, step_times=StepTimes()), 1.0)
+    pairs = [placed(router, f"r{i}") for i in range(10)]
+    assert Counter(pair.prefill.name for pair in pairs if pair.prefill) == {"prefill-0": 5, "prefill-1": 5}
+    router.report(report("prefill-1", 3, step_times=replace(TIMES, prefill=(1.0, 1.0, 0.0))), 1.0)
+    assert {placed(router, f"s{i}").prefill for i in range(10)} == {info("prefill-0").ref}
 
 
 def test_affinity_can_be_switched_off() -> None:

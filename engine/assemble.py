@@ -64,4 +64,5 @@ def _runner(config: EngineConfig, checkpoint: Checkpoint, pool: KVPool) -> Model
             return CpuRunner(checkpoint.config, read, pool, threads=torch.get_num_threads())
         except Unavailable as error:
             _log.warning("the compiled step is not available, torch runs instead: %s", error)
-    return ModelRunner(decoder_of(checkpoint, dtype=config.dtype, device=config.device), pool)
+    decoder = decoder_of(checkpoint, dtype=config.dtype, device=config.device, packed=config.packed)
+    return ModelRunner(decoder, pool)

@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.linear import product
 from engine.model_config import ModelConfig
 from engine.rope import Rotary, rotate
-from engine.weights import Layer, Linear, Norm, Weights, tensors
+from engine.weights import Layer, Norm, Weights, tensors
 
 
 class Attention(Protocol):
@@ -71,7 +72,7 @@ class Decoder:
     ) -> torch.Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = _linear(self._norm(x, layer.input_norm), layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+        qkv = product(self._norm(x, layer.input_norm), layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(qkv[:, :heads], layer.q_norm), self._norm(qkv[:, heads:-kv_heads], layer.k_norm)
             qk = torch.cat((q, k), dim=1)
@@ -79,16 +80,12 @@ class Decoder:
             qk = qkv[:, :-kv_heads]
         q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
         mixed = attend(index, q, k, qkv[:, -kv_heads:], config.windows[index])
-        return _linear(mixed.reshape(-1, heads * config.head_dim), layer.output)
+        return product(mixed.reshape(-1, heads * config.head_dim), layer.output)
 
     def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = _linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return _linear(F.silu(gate).mul_(up), layer.down)
+        gate, up = product(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+        return product(F.silu(gate).mul_(up), layer.down)
 
     def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.to(torch.float32)
         return F.rms_norm(wide, norm.weight.shape, norm.weight, self.config.norm_eps).to(self.dtype)
-
-
-def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    return F.linear(x, linear.weight, linear.bias)

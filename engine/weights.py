@@ -7,11 +7,13 @@ checkpoint, so no parameter is ever served with what happened to be in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from engine.linear import FourBit, Linear
 from engine.model_config import ModelConfig
 
 
@@ -20,14 +22,6 @@ class Norm:
     """Weight (size,) of an RMSNorm, always float32."""
 
     weight: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Weight (out, in) and bias (out,) or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +117,30 @@ class _Maker:
         return parameter
 
 
+LINEARS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""A layer's products, and the checkpoint's tensors in the rows of each."""
+
+
+def with_four_bit(weights: Weights, make: Callable[[tuple[str, ...]], FourBit | None]) -> Weights:
+    """The same weights with 4-bit codes beside them, where `make` has some for the checkpoint tensors named."""
+
+    def layer(index: int, given: Layer) -> Layer:
+        made = {
+            kind: dataclasses.replace(
+                getattr(given, kind), four_bit=make(tuple(f"model.layers.{index}.{name}.weight" for name in names))
+            )
+            for kind, names in LINEARS.items()
+        }
+        return dataclasses.replace(given, **made)
+
+    return dataclasses.replace(weights, layers=tuple(layer(i, given) for i, given in enumerate(weights.layers)))
+
+
 def tensors(weights: Weights) -> Iterator[torch.Tensor]:
     """Every parameter once."""
     yield weights.embedding
@@ -141,3 +159,5 @@ def _layer_tensors(layer: Layer) -> Iterator[torch.Tensor]:
         yield linear.weight
         if linear.bias is not None:
             yield linear.bias
+        if linear.four_bit is not None:
+            yield from (linear.four_bit.codes, linear.four_bit.scales_and_middles)

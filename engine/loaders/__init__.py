@@ -16,12 +16,13 @@ from typing import Protocol
 import torch
 
 from engine.errors import ModelError
+from engine.linear import four_bit
 from engine.loaders.gguf import GgufSource
 from engine.loaders.hf import HfSource
 from engine.model_config import ModelConfig
 from engine.models import Decoder
 from engine.quantised import Quantised
-from engine.weights import allocate
+from engine.weights import allocate, with_four_bit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,11 +87,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(source, config, _digest(source, config))
 
 
-def decoder_of(checkpoint: Checkpoint, *, dtype: str = "float32", device: str | torch.device = "cpu") -> Decoder:
-    """The torch model. `dtype`: float32, bfloat16 or float16, in which weights are kept and products run."""
+def decoder_of(
+    checkpoint: Checkpoint, *, dtype: str = "float32", device: str | torch.device = "cpu", packed: bool = False
+) -> Decoder:
+    """The torch model. `dtype`: float32, bfloat16 or float16, in which weights are kept and products run.
+
+    `packed` keeps 4-bit codes beside the dense weights, for steps of few tokens; on the host only.
+    """
     weights, parts = allocate(checkpoint.config, dtype=_DTYPES[dtype], device=torch.device(device))
     for part in parts:
         part.rows.copy_(checkpoint.read(part.name))
+    if packed:
+        weights = with_four_bit(
+            weights, lambda names: four_bit([checkpoint.read_kept(name) for name in names], _DTYPES[dtype])
+        )
     return Decoder(checkpoint.config, weights)
 
 

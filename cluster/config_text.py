@@ -32,7 +32,7 @@ from cluster.config import (
     TransferSection,
 )
 from cluster.yaml_lines import Node, YamlProblem, parse
-from engine.config import HASHES
+from engine.config import HASHES, WEIGHTS
 from engine.errors import TandemError
 
 VERSION = 1
@@ -214,6 +214,7 @@ _MODEL = Section(
         "dtype": Setting("dtype", _DTYPE),
         "kv_dtype": Setting("kv_dtype", _DTYPE),
         "device": Setting("device", text),
+        "weights": Setting("weights", one_of(WEIGHTS)),
         "block_size": Setting("block_size", integer(16)),
         "max_model_len": Setting("max_model_len", _COUNT),
         "prefix_caching": Setting("prefix_caching", boolean),

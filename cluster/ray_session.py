@@ -52,6 +52,7 @@ def open_session(address: str | None, namespace: str, resources: Mapping[str, in
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     else:
         scratch = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # short: a socket's path has at most 107 bytes
+        os.environ["TMPDIR"] = str(scratch)  # for the workers: what a killed one leaves behind goes with the rest
         ray.init(
             address="local",
             namespace=namespace,

@@ -15,7 +15,8 @@ A worker's reports are its heartbeat. Its control may also show up without one (
 through, and the worker is only a last choice, since a control ends a rank that is silent.
 
 An accusation (a connection refused, a question unanswered) takes a worker out of routing at once, until it is heard
-again; `max_accusations` without `stable_s` of peace between them fence it.
+again; more of them before that are the same incident, for which many requests may suffer. `max_accusations` incidents
+without `stable_s` of peace between them fence it.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Membership:
         """Somebody could not get an answer from it."""
         member = self._members.get(name)
         if member is None or not self._is_current(member, incarnation):
+            return
+        if member.health is Health.SUSPECT and member.accused_s >= member.heard_s:
             return
         quiet = now - member.accused_s >= self._bounds.stable_s
         member.accusations = 1 if quiet else member.accusations + 1

@@ -3,7 +3,7 @@
 `Expect` registers a request: a reservation, which is a number. `AskLease` turns it into real blocks if admission says
 yes; the prefill worker's bytes and its Commit then start the decoding. Every decision is `lease.advance` or
 `admission.decide`; here their effects are carried out. Blocks of a lease have two owners, the sequence and the
-transfer; the second is let go only by the transfer's `Quiet`, and a peer that leaves us waiting for it is fenced. With
+transfer; the second is let go only by the transfer's `Quiet`, and a peer that leaves us waiting for it is cut off. With
 `prefill=None` the engine computes the prompt itself and the rest is the same.
 
 New tokens leave as one frame per gateway and step, numbered without holes.
@@ -78,7 +78,7 @@ class Guest:
     key: kv.LeaseKey | None = None
     pinned: tuple[int, ...] = ()
     closed_s: float | None = None
-    fenced: bool = False
+    cut: bool = False
 
 
 class DecodeNode:
@@ -210,7 +210,7 @@ class DecodeNode:
         self._claims = admission.still_claimed(self._claims, now)
         for guest in tuple(self._guests.values()):
             self._advance(guest, d.Tick(), now)
-            self._fence_if_overdue(guest, now)
+            self._cut_if_overdue(guest, now)
 
     def take_frames(self) -> list[FrameFor]:
         """The news since the last call, one frame per gateway."""
@@ -415,12 +415,12 @@ class DecodeNode:
         number = self._frame_numbers[gateway_id] = self._frame_numbers.get(gateway_id, 0) + 1
         return Frame(self._info.ref.name, self._info.ref.incarnation, number, tuple(deltas))
 
-    def _fence_if_overdue(self, guest: Guest, now: float) -> None:
+    def _cut_if_overdue(self, guest: Guest, now: float) -> None:
         overdue = guest.closed_s is not None and now >= guest.closed_s + self._limits.quiet_patience_s
-        if not overdue or guest.fenced or guest.intake.lease is None:
+        if not overdue or guest.cut or guest.intake.lease is None:
             return
-        guest.fenced = True
-        self._transfers.forget(guest.intake.lease.source.peer)
+        guest.cut = True
+        self._transfers.cut(guest.intake.lease.source.peer)
 
 
 _HOLDING = (Stage.LEASED, Stage.RECEIVED, Stage.COMMITTED, Stage.RUNNING)

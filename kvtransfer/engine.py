@@ -6,8 +6,8 @@ lease. At the source `push` offers a run of the lease's spans; it waits in a que
 its peer has room, is offered, and ends by `PushDone` or `PushFailed`.
 
 Nobody frees memory on a guess: `close` (destination) and `withdraw` (source) stop new traffic at once and are answered
-by `Quiet` when nothing of the lease is in flight here any more. A peer that hangs is ended by `forget`, after which
-its transfers finish as failed and the quiet follows.
+by `Quiet` when nothing of the lease is in flight here any more. A peer that hangs is ended by `cut` (it may come back
+after a cooldown) or `forget` (never), after which its transfers finish as failed and the quiet follows.
 
 One owner thread calls everything; transports ask `_accept` from their own threads, so a lock guards the lease table.
 `poll` never blocks; `wake` (any thread) says that it has news.
@@ -42,6 +42,8 @@ from kvtransfer.types import (
     TransferStats,
 )
 
+COOLDOWN_S, COOLDOWN_MAX_S = 0.5, 30.0
+"""How long a peer that was cut off stays off: the first, doubled each time until something arrives, and the most."""
 WINDOW_BYTES = 256 * 2**20
 """Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
 
@@ -80,6 +82,14 @@ class _Lane:
     offered_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Cooling:
+    """A peer that was cut off `times` times since something arrived."""
+
+    times: int
+    until_s: float
+
+
 class TransferEngine:
     """Moves spans of one registered region to and from peers, over the transports it was given (best first)."""
 
@@ -104,6 +114,7 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._leases: dict[LeaseKey, _Lease] = {}
         self._fenced: set[PeerId] = set()
+        self._cooling: dict[PeerId, _Cooling] = {}
         self._pushes: dict[int, _Push] = {}
         self._lanes: dict[PeerId, _Lane] = {}
         self._withdrawn: set[LeaseKey] = set()
@@ -126,11 +137,16 @@ class TransferEngine:
         return tuple((scheme, transport.address()) for scheme, transport in self._transports.items())
 
     def connect(self, peer: PeerId, scheme: str, address: bytes) -> None:
-        """Make `peer` reachable over `scheme`. Idempotent. Raises `TransferError` for a bad address or fenced peer."""
+        """Make `peer` reachable over `scheme`. Idempotent.
+
+        Raises `TransferError` for a bad address, and for a peer that is fenced or was cut off a moment ago.
+        """
         if peer == self.me:
             raise TransferError(f"{peer} cannot connect to itself")
         if peer in self._fenced:
             raise TransferError(f"{peer} was forgotten; only a new incarnation can be connected")
+        if (wait_s := self.cooling_s(peer)) > 0:
+            raise TransferError(f"{peer} hung; it is tried again in {wait_s:.1f} s")
         if scheme not in self._transports:
             raise TransferError(f"no transport {scheme!r} here, only {', '.join(self._transports)}")
         self._transports[scheme].connect(peer, address)
@@ -138,18 +154,43 @@ class TransferEngine:
         if scheme not in known:
             known.append(scheme)
 
+    def cooling_s(self, peer: PeerId) -> float:
+        """For how long a peer that was cut off cannot be connected yet; 0 for all others."""
+        cooling = self._cooling.get(peer)
+        return 0.0 if cooling is None else max(0.0, cooling.until_s - self._clock())
+
+    def cut(self, peer: PeerId) -> None:
+        """End all traffic with a peer that hangs: its transfers end as failed, its leases fail, and quiet follows.
+
+        It may be connected again after a cooldown, longer each time until something arrives. What it still sends of
+        before reaches no memory: its link is gone, and its leases are refused.
+        """
+        times = self._cooling[peer].times + 1 if peer in self._cooling else 1
+        wait_s = min(COOLDOWN_S * 2.0 ** (times - 1), COOLDOWN_MAX_S)
+        self._cooling[peer] = _Cooling(times, self._clock() + wait_s)
+        self._end_all(peer, f"{peer} was cut off")
+        for transport in self._transports.values():
+            transport.cut(peer)
+
     def forget(self, peer: PeerId) -> None:
         """Fence an incarnation: its offers are refused from now on, its transfers end as failed, its leases fail."""
         with self._lock:
             self._fenced.add(peer)
-            for key, lease in self._leases.items():
-                if lease.source == peer:
-                    self._fail_lease(key, lease, f"{peer} was forgotten")
-        self._schemes.pop(peer, None)
-        for push_id in [push_id for _, push_id in self._lanes.pop(peer, _Lane()).waiting]:
-            self._end_push(self._pushes[push_id], f"{peer} was forgotten")
+        self._end_all(peer, f"{peer} was forgotten")
         for transport in self._transports.values():
             transport.forget(peer)
+
+    def _end_all(self, peer: PeerId, reason: str) -> None:
+        """Leases of this source fail, and what waits for the window to this peer; the rest is the transports'."""
+        with self._lock:
+            for key, lease in self._leases.items():
+                if lease.source == peer:
+                    self._fail_lease(key, lease, reason)
+        self._schemes.pop(peer, None)
+        lane = self._lanes.get(peer, _Lane())
+        waiting, lane.waiting = lane.waiting, []
+        for _, push_id in waiting:
+            self._end_push(self._pushes[push_id], reason)
 
     # -- source --------------------------------------------------------------------------------------------------------
 
@@ -328,6 +369,7 @@ class TransferEngine:
         elif not push.reported:
             duration_s = self._clock() - push.started_s
             counts = self._counts[push.scheme]
+            self._cooling.pop(push.offer.destination, None)
             counts.update(pushes=1, push_bytes=push.num_bytes, push_microseconds=round(duration_s * 1e6))
             self._events.append(PushDone(key, push_id, push.num_bytes, duration_s))
         self._quiet_if_withdrawn(key)
@@ -394,6 +436,7 @@ class TransferEngine:
                 self._fail_lease(offer.key, lease, error, scheme)
             elif not lease.failed and not lease.closing:
                 num_bytes = sum(offer.lengths)
+                self._cooling.pop(offer.source, None)
                 self._counts[scheme].update(receives=1, receive_bytes=num_bytes)
                 self._events.append(Received(offer.key, offer.first, len(offer.lengths), num_bytes))
             self._quiet_if_closed(offer.key, lease)

@@ -134,6 +134,10 @@ class FaultyTransport:
             events, self._ended = [*self._ended, *events], []
         return events
 
+    def cut(self, peer: PeerId) -> None:
+        self._drop_held(lambda held: held.offer.destination == peer, f"{peer} was cut off")
+        self._inner.cut(peer)
+
     def forget(self, peer: PeerId) -> None:
         self._drop_held(lambda held: held.offer.destination == peer, f"{peer} was forgotten")
         self._inner.forget(peer)

@@ -99,10 +99,15 @@ class InprocTransport:
             events.append(self._events.popleft())
         return events
 
+    def cut(self, peer: PeerId) -> None:
+        self._end_all(peer, f"{peer} was cut off")
+
     def forget(self, peer: PeerId) -> None:
         self._known.discard(peer)
         self._fenced.add(peer)
-        reason = f"{peer} was forgotten"
+        self._end_all(peer, f"{peer} was forgotten")
+
+    def _end_all(self, peer: PeerId, reason: str) -> None:
         self._end(lambda waiting: waiting.offer.source == peer, reason)
         other = self._hub.find(peer)
         if other is not None:

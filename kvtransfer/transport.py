@@ -74,6 +74,11 @@ class Transport(Protocol):
         """What ended since the last call; never blocks."""
         ...
 
+    def cut(self, peer: PeerId) -> None:
+        """End all traffic with this peer as it is now; each of its offers still ends by `Sent` or `Taken`. The next
+        offer, from either side, begins anew, and nothing of before can touch memory then."""
+        ...
+
     def forget(self, peer: PeerId) -> None:
         """Fence: end all traffic with this incarnation. Each of its offers still ends by `Sent` or `Taken`."""
         ...

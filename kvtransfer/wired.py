@@ -372,6 +372,9 @@ class WiredTransport:
             events.append(self._events.popleft())
         return events
 
+    def cut(self, peer: PeerId) -> None:
+        self.loop.call(lambda: self._end_links(peer, f"{peer} was cut off"))
+
     def forget(self, peer: PeerId) -> None:
         self._fenced.add(peer)
         self._addresses.pop(peer, None)
@@ -444,7 +447,8 @@ class WiredTransport:
             link.offer(offer, spans)
 
     def _end_links(self, peer: PeerId, reason: str) -> None:
-        for link in (self._outgoing.get(peer), self._incoming.get(peer)):
+        """By our own choice, so nobody is told that the peer is lost."""
+        for link in (self._outgoing.pop(peer, None), self._incoming.pop(peer, None)):
             if link is not None:
                 link.end(reason)
 

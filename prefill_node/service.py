@@ -5,7 +5,7 @@ compute its first chunk, its lease is asked for, so the answer overlaps that chu
 pushed while the next step computes. Every decision is `handoff.advance`; here its effects are carried out, answers and
 transfer events are turned into its events, and blocks are counted: the request is one owner, each push in flight
 another, let go by `PushDone` or, after a failure, only by the transfer's `Quiet`. A peer that leaves us waiting
-for `Quiet` is fenced.
+for `Quiet` is cut off: what is under way with it ends, and the next hand-over connects anew.
 
 When the lease is denied the prompt goes back to dispatch with NO_ROOM: its full blocks stay as evictable prefix cache,
 so that the next attempt computes little, and nothing behind it waits.
@@ -61,7 +61,7 @@ class Flight:
     handoff: Handoff
     pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     ending_since_s: float | None = None
-    fenced: bool = False
+    cut: bool = False
 
     @property
     def key(self) -> kv.LeaseKey:
@@ -177,7 +177,7 @@ class PrefillNode:
             late = flight.request.deadline_s is not None and now >= flight.request.deadline_s
             self._advance(flight, h.DeadlinePassed() if late else h.Tick(), now)
         for flight in tuple(self._leased.values()):
-            self._fence_if_overdue(flight, now)
+            self._cut_if_overdue(flight, now)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -202,6 +202,9 @@ class PrefillNode:
         name, request = self._info.ref.name, submit.request
         if len(self._unanswered) >= self._limits.max_queued:
             return Declined(Code.NO_ROOM, f"the prefill queue is full ({self._limits.max_queued})", by=name)
+        if (cooling_s := self._transfers.cooling_s(submit.decode.peer)) > 0:
+            why = f"the link to {submit.decode.name} hung and is tried again in {cooling_s:.1f} s"
+            return Declined(Code.NO_ROOM, why, by=submit.decode.name)
         if request.request_id in self._unanswered:
             return Declined(Code.INVALID, f"request {request.request_id} is already being computed", by=name)
         try:
@@ -273,12 +276,12 @@ class PrefillNode:
             self._engine.unretain(blocks)
         flight.pushes.clear()
 
-    def _fence_if_overdue(self, flight: Flight, now: float) -> None:
+    def _cut_if_overdue(self, flight: Flight, now: float) -> None:
         since, grant = flight.ending_since_s, flight.handoff.grant
-        if since is None or grant is None or flight.fenced or now < since + self._limits.quiet_patience_s:
+        if since is None or grant is None or flight.cut or now < since + self._limits.quiet_patience_s:
             return
-        flight.fenced = True
-        self._transfers.forget(grant.destination.peer)
+        flight.cut = True
+        self._transfers.cut(grant.destination.peer)
 
 
 def _urgency(flight: Flight) -> tuple[int, float]:

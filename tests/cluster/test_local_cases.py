@@ -15,7 +15,7 @@ from cluster.gateway import Piece
 from cluster.local import LocalCluster
 from cluster.validate import Ask, RequestFailed
 from engine.types import Request, SamplingParams
-from tandem.messages import Code, KvEvents
+from tandem.messages import Code, FaultInjected, FaultKind, InjectFault, KvEvents
 from tests.cluster.local_rig import config, ids, request, running
 
 Alone = Callable[[Request], list[int]]
@@ -131,6 +131,25 @@ async def test_when_the_only_worker_fails_in_the_middle_the_client_hears_unavail
         cluster.kill(victim)
         tokens, outcome = await asyncio.wait_for(task, 10)
         assert (outcome.code, tokens) == (Code.UNAVAILABLE, ())
+
+
+# -- a transfer that never ends ---------------------------------------------------------------------------------------
+
+
+async def test_after_a_transfer_that_hung_the_same_pair_works_again_by_itself(toy: Path, alone: Alone) -> None:
+    async with running(toy, config()) as cluster:
+        refs = {name: slot.ref for name, slot in cluster.slots.items()}
+        fault = InjectFault(FaultKind.DROP)
+        assert await cluster.ask(cluster.info("prefill-0").ref, fault) == FaultInjected()
+        hung = replace(request("hung", 150), deadline_s=cluster.now() + 1.0)
+        tokens, outcome = await cluster.generate(hung)
+        assert (tokens, outcome.code) == ((), Code.DEADLINE)
+        tokens, outcome = await cluster.generate(request("beside", 150, salt=1))
+        assert ids(tokens) == alone(request("beside", 150, salt=1)), "the hung one holds nobody up"
+        await cluster.settled()
+        tokens, outcome = await cluster.generate(request("after", 150, salt=2))
+        assert ids(tokens) == alone(request("after", 150, salt=2)), "it waits until the pair has cooled down"
+        assert {name: slot.ref for name, slot in cluster.slots.items()} == refs, "nobody had to be restarted"
 
 
 # -- no usable information --------------------------------------------------------------------------------------------

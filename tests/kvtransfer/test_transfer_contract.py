@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from transfer_rig import Clock
 
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
@@ -209,6 +210,38 @@ def test_a_forgotten_destination_fails_its_pushes_and_the_source_is_quiet(rig):
     assert source.engine.in_flight() == 0
     with pytest.raises(TransferError, match="not connected"):
         source.engine.push(LeaseKey("request-2", 1), destination.name, 0, spans[:1])
+
+
+@pytest.mark.parametrize("cutter", ["source", "destination"])
+def test_a_pair_that_was_cut_in_the_middle_is_quiet_and_works_again_in_the_same_incarnations(rig, cutter):
+    clock = Clock()
+    source, destination = rig.pair(clock=clock, checksums=True)
+    spans = block_spans(range(16), 65_536)
+    destination.engine.open(KEY, source.name, spans)
+    source.engine.faults.add(Fault.DROP, nth=3)
+    for index, span in enumerate(spans):
+        source.engine.push(KEY, destination.name, index, [span])
+    rig.until(lambda: len(source.saw(PushDone)) == 15)
+    if cutter == "destination":
+        destination.engine.cut(source.name)
+    source.engine.cut(destination.name)  # the dropped offer never left it
+    source.engine.withdraw(KEY)
+    destination.engine.close(KEY)
+    rig.until(lambda: source.saw(Quiet) and destination.saw(Quiet))
+    assert source.engine.in_flight() == destination.engine.in_flight() == 0
+    assert cutter == "destination" or not source.saw(PeerLost), "whoever cuts knows it already"
+
+    clock.now += 1.0
+    rig.connect(source, destination)
+    again = LeaseKey(KEY.lease_id, 2)
+    destination.engine.open(again, source.name, spans)
+    before = destination.bytes_of(spans)
+    source.engine.push(KEY, destination.name, 0, spans[:1])
+    rig.until(lambda: source.saw(PushFailed, KEY) and "no open lease" in source.saw(PushFailed, KEY)[-1].reason)
+    assert destination.bytes_of(spans) == before, "a lease of before takes nothing"
+    source.engine.push(again, destination.name, 0, list(reversed(spans)))
+    rig.until(lambda: source.saw(PushDone, again) and destination.saw(Received, again))
+    assert destination.bytes_of(spans) == source.bytes_of(list(reversed(spans)))
 
 
 def test_a_peer_that_closes_is_reported_lost_and_a_new_incarnation_is_served(rig):

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transfer_rig import Clock
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
@@ -17,13 +18,6 @@ from kvtransfer.types import LeaseKey, Offer, PushDone, PushFailed, Quiet, Recei
 
 KEY = LeaseKey("request-1", 1)
 ME, SOURCE = "decode-0#1", "prefill-0#1"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Script:
@@ -51,6 +45,9 @@ class Script:
     def poll(self) -> list[TransportEvent]:
         events, self.coming = self.coming, []
         return events
+
+    def cut(self, peer):
+        pass
 
     def forget(self, peer):
         pass
@@ -251,6 +248,24 @@ def test_a_dropped_offer_is_ended_by_its_deadline_and_by_forgetting_the_peer(inp
     source.engine.forget(destination.name)
     inproc.until(lambda: source.saw(Quiet))
     assert not destination.saw(Received)
+
+
+def test_a_peer_that_hangs_is_tried_again_after_a_cooldown_that_grows_until_something_arrives(inproc):
+    clock = Clock()
+    source, destination = inproc.pair(clock=clock)
+    for wait_s in (0.5, 1.0, 2.0):
+        source.engine.cut(destination.name)
+        clock.now += wait_s - 0.125
+        with pytest.raises(TransferError, match=r"hung; it is tried again in 0\.1 s"):
+            inproc.connect(source, destination)
+        clock.now += 0.125
+        inproc.connect(source, destination)
+    destination.engine.open(KEY, source.name, [Span(0, 64)])
+    source.engine.push(KEY, destination.name, 0, [Span(0, 64)])
+    inproc.until(lambda: source.saw(PushDone))
+    source.engine.cut(destination.name)
+    clock.now += 0.5
+    inproc.connect(source, destination)
 
 
 def test_a_failing_offer_is_one_failure_and_the_next_succeeds(inproc):

@@ -16,6 +16,7 @@ import pytest
 from transfer_peer import NAMES, keep_pushing, lease_key, make_peer, open_all
 from transfer_rig import transports
 
+from kvtransfer.engine import TransferEngine
 from kvtransfer.layout import block_spans
 from kvtransfer.types import PeerLost, PushDone, PushFailed, Quiet, Received, ReceiveFailed, TransferEvent
 
@@ -113,18 +114,19 @@ def test_a_peer_killed_in_the_middle_is_lost_within_bounds_and_nothing_stays_in_
 
 @pytest.mark.parametrize("transport", WIRED)
 @pytest.mark.parametrize("role", ["source", "destination"])
-def test_a_peer_stopped_in_the_middle_is_fenced_by_forgetting_it_and_writes_nothing_when_it_revives(role, transport):
+@pytest.mark.parametrize("end", [TransferEngine.forget, TransferEngine.cut])
+def test_a_peer_stopped_in_the_middle_is_ended_without_it_and_writes_nothing_when_it_revives(role, transport, end):
     with scene(role, transport) as we:
         we.freeze()
-        we.engine.forget(we.peer)
+        end(we.engine, we.peer)
         waited_s = we.until(lambda: we.engine.in_flight() == 0)
-        assert waited_s < 2.0, "forgetting does not wait for the peer"
+        assert waited_s < 2.0, "ending does not wait for the peer"
         assert we.count(PushFailed, ReceiveFailed)
         we.quiet_lease()
         we.memory[:] = 0xEE
         we.child.send_signal(signal.SIGCONT)
         assert we.child.stdout is not None
-        assert we.child.stdout.readline() == "lost\n", "the revived peer sees that it was fenced"
+        assert we.child.stdout.readline() == "lost\n", "the revived peer sees that its link is gone"
         we.events += we.engine.poll()
         assert (we.memory == 0xEE).all()
 

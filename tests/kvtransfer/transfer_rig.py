@@ -42,6 +42,15 @@ class Peer:
         return b"".join(self.memory[span.offset : span.offset + span.length].tobytes() for span in spans)
 
 
+class Clock:
+    """Stands still until the test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Rig:
     """Makes peers over one transport and drives them until something has happened."""
 

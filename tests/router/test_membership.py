@@ -97,6 +97,16 @@ def test_repeated_accusations_fence_though_the_heart_beats() -> None:
     assert kinds == [Fence, Kill]
 
 
+def test_many_accusations_of_one_incident_are_one() -> None:
+    members = alive()
+    members.heard("w", "i1", 0.9)
+    for _ in range(8):
+        members.accused("w", "i1", "the transfer hung", 1.0)
+    assert members.tick(1.1) == ()
+    assert members.heard("w", "i1", 1.2)
+    assert members.usable("w")
+
+
 def test_accusations_with_peace_between_them_are_forgotten() -> None:
     members = alive()
     for now in (1.0, 41.0, 81.0, 121.0):

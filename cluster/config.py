@@ -31,9 +31,8 @@ class ModelSection:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     device: str = "cpu"
-    weights: str = "dense"
-    """`engine.config.EngineConfig.weights`. Packed weights are quicker, but on SmolLM2 their 8-bit activations move
-    logits by 4 % and answers with them (the capital of France is lost); so they are a choice."""
+    weights: str = "auto"
+    """`packed`: quantised weights are multiplied as the file has them; `dense`: in `dtype`; see `engine.config`."""
     block_size: int = 16
     max_model_len: int | None = None
     prefix_caching: bool = True

@@ -1,4 +1,5 @@
-"""The default model on packed weights says what it says in float32: logits within noise, perplexity within 0.7 %."""
+"""The default model on packed weights says what it says in float32: logits within noise, perplexity within 0.7 %,
+the capital of France."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ import torch
 from model_rig import BLOCK, all_logits, make_runner
 
 from cluster.text import Text
+from engine.config import EngineConfig
 from engine.cpu_runner import CpuRunner
+from engine.engine import Engine
 from engine.kernels.cpu import build
 from engine.kernels.cpu.weights import Reader
 from engine.kv import KVLayout, KVPool
 from engine.loaders import open_checkpoint
+from engine.types import Request, SamplingParams
 
 pytestmark = pytest.mark.model
 try:
@@ -44,7 +48,7 @@ def exact(smollm2_path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
     return all_logits(make_runner(smollm2_path), tokens)
 
 
-@pytest.mark.parametrize(("weights", "noise"), [("bf16", 2e-2), ("as they come", 4e-2)])
+@pytest.mark.parametrize(("weights", "noise"), [("bf16", 2e-2), ("as they come", 5e-3)])
 def test_logits_and_perplexity_stay_those_of_float32(
     smollm2_path: Path, tokens: tuple[int, ...], exact: torch.Tensor, weights: str, noise: float
 ) -> None:
@@ -52,6 +56,21 @@ def test_logits_and_perplexity_stay_those_of_float32(
     got = _logits(smollm2_path, checkpoint.read if weights == "bf16" else checkpoint.read_kept, tokens)
     assert float((got - exact).norm() / exact.norm()) < noise
     assert _perplexity(got, tokens) == pytest.approx(_perplexity(exact, tokens), rel=7e-3)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_answers_survive_packing(smollm2_path: Path, kernels: str) -> None:
+    config = EngineConfig(
+        model=str(smollm2_path), dtype="bfloat16", weights="packed", kernels=kernels, num_blocks=16, threads=1
+    )
+    engine, text = Engine.open(config), Text.load(smollm2_path)
+    prompt = text.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    engine.submit(Request(request_id="a", token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=20)))
+    answer: list[int] = []
+    while engine.has_work():
+        result = engine.step(0.0)
+        answer += [token.token_id for one in result.progress for token in one.tokens] if result else []
+    assert text.decode(answer) == "The capital of France is Paris."
 
 
 def _logits(path: Path, read: Reader, tokens: tuple[int, ...]) -> torch.Tensor:

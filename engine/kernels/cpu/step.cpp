@@ -74,7 +74,7 @@ struct Runner {
         qkv.resize(tokens * qkv_width());
         mixed.resize(tokens * heads_width());
         inner.resize(tokens * 2 * model.inner);
-        codes.resize(tokens * widest);
+        codes.resize(tokens * widest * 2);
         halves.resize(tokens * widest);
         scales.resize(tokens * widest / GROUP);
         sums.resize(tokens * widest / GROUP);

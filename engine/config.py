@@ -11,6 +11,7 @@ HASHES = ("builtin", "sha256")
 WEIGHTS = ("auto", "dense", "packed")
 KERNELS = ("auto", "torch")
 PREEMPTIONS = ("auto", "recompute", "swap")
+BATCHINGS = ("continuous", "static")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     chunked_prefill: bool = True
+    batching: str = "continuous"
+    """`static`: the baseline to measure against. Nobody joins a batch until all of it has ended; finished rows stay."""
     preemption: str = "auto"
     """`auto`: whichever is estimated cheaper, computing KV again or copying it out and in. Others: always that one."""
     swap_bytes: int = 256 << 20
@@ -51,6 +54,7 @@ class EngineConfig:
         if self.kv_dtype is not None:
             _one_of("kv_dtype", self.kv_dtype, DTYPES)
         _one_of("prefix_hash", self.prefix_hash, HASHES)
+        _one_of("batching", self.batching, BATCHINGS)
         _one_of("preemption", self.preemption, PREEMPTIONS)
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("kernels", self.kernels, KERNELS)

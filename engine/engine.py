@@ -179,7 +179,7 @@ class Engine:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request in any state, its blocks come back now; False when it is not here. No Progress follows."""
         seq = self._roster.by_id.get(request_id)
-        if seq is None:
+        if seq is None or seq.done:
             return False
         _log.debug("%s ends as %s while %s", request_id, reason, seq.state)
         self._roster.end(seq)
@@ -189,7 +189,7 @@ class Engine:
     def release(self, request_id: str) -> None:
         """A held request is done with; its full blocks stay as prefix cache. Unknown ids are ignored."""
         seq = self._roster.by_id.get(request_id)
-        if seq is None:
+        if seq is None or seq.done:
             return
         if seq.state is not State.HELD:
             raise ValueError(f"{request_id} is {seq.state}, not held; abort it instead")

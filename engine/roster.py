@@ -187,6 +187,7 @@ class Roster:
             self._leases -= 1
         self._give_back(seq)
         self.slots.give_back(seq.slots)
+        seq.state = State.ENDED
         del self.by_id[seq.request_id]
 
     # -- references of transfers ---------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ Each step has `max_num_batched_tokens` tokens and `max_num_seqs` seats to give:
    One for which there is no room lets at most `MOST_PASSES` later ones go first, none once it was preempted. One whose
    next block is just being computed by another sequence waits for it, and finds it in the prefix cache.
 
+With `batching` static, a batch is admitted when the last one has ended: its prompts are computed first, then all rows
+decode, the finished ones too, until the last has ended. It is kept to be measured against.
+
 With `chunked_prefill` off, prompts are computed in steps of their own, whole as far as the token budget reaches, and
 such steps alternate with decodes. `plan` changes only the roster; `applied` and `failed` take the step's outcome back.
 Urgency is priority plus age, see `engine.sequence`.
@@ -75,6 +78,11 @@ class _Draft:
         self.shares[seq.request_id] = self.shares.get(seq.request_id, 0) + tokens
         self.tokens -= tokens
 
+    def take_back(self, seq: Sequence) -> None:
+        tokens = self.shares.pop(seq.request_id, 0)
+        self.tokens += tokens
+        self.seats += bool(tokens)
+
 
 class Scheduler:
     """Owns the order of work; the roster owns the sequences."""
@@ -97,6 +105,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._block_bytes = block_bytes
         self._copy_rate = copy_rate or CopyRate()
+        self._static = config.batching == "static"
         self._prompts_had_a_step = False
 
     # -- before the step -----------------------------------------------------------------------------------------
@@ -104,7 +113,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step; without chunks when nothing can run now."""
         draft = _Draft(now, self._config.max_num_batched_tokens, self._config.max_num_seqs)
-        if self._config.chunked_prefill:
+        if self._static:
+            self._give_batch(draft)
+        elif self._config.chunked_prefill:
             self._give_decodes(draft)
             self._bring_back(draft)
             self._give_prompts(draft)
@@ -122,6 +133,27 @@ class Scheduler:
         if not draft.shares and not draft.preempted:
             self._give_prompts(draft)
 
+    def _give_batch(self, draft: _Draft) -> None:
+        self._close_batch()
+        if not self._roster.running and not self._roster.swapped:
+            self._open_batch()
+        self._give_prompts(draft)
+        if not draft.shares:
+            self._give_decodes(draft)
+            self._bring_back(draft)
+
+    def _open_batch(self) -> None:
+        roster = self._roster
+        for seq in tuple(roster.waiting):
+            if len(roster.running) >= self._config.max_num_seqs or not roster.admit(seq):
+                return
+
+    def _close_batch(self) -> None:
+        """When nobody in the batch has anything left to do, all leave."""
+        if all(seq.done for seq in self._roster.running):
+            for seq in tuple(self._roster.running):
+                self._roster.end(seq)
+
     def _give_decodes(self, draft: _Draft) -> None:
         for seq in tuple(self._roster.running):
             if not draft.tokens or not draft.seats:
@@ -133,6 +165,13 @@ class Scheduler:
     def _has_block(self, seq: Sequence, draft: _Draft) -> bool:
         roster = self._roster
         while roster.needs_block(seq) and not roster.grow(seq):
+            done = next((other for other in roster.running if other.done), None)
+            if done is not None:  # A row kept only because its batch goes on yields first.
+                roster.end(done)
+                draft.take_back(done)
+                if done is seq:
+                    return False
+                continue
             victim = roster.running[-1]
             if victim is seq is roster.running[0]:
                 return False  # Held, leased or in transfer: those end without our help, and giving up gains nothing.
@@ -203,7 +242,8 @@ class Scheduler:
                 yield seq
         # Who was just preempted would only take back what it gave.
         if not draft.preempted:
-            yield from self._roster.waiting[: 2 * self._config.max_num_seqs]
+            front = self._roster.waiting[: 2 * self._config.max_num_seqs]
+            yield from (seq for seq in front if seq.preemptions) if self._static else front
 
     def _give_share(self, seq: Sequence, draft: _Draft, tokens: int) -> None:
         if draft.seats or seq.request_id in draft.shares:
@@ -299,10 +339,15 @@ class Scheduler:
 
     def applied(self, plan: StepPlan, outcomes: Seq[Outcome]) -> tuple[Progress, ...]:
         """Take the step's outcome in: one `Outcome` per chunk, in the plan's order."""
-        return tuple(self._apply(chunk, outcome) for chunk, outcome in zip(plan.chunks, outcomes, strict=True))
+        pairs = zip(plan.chunks, outcomes, strict=True)
+        progress = [self._apply(self._roster.by_id[chunk.request_id], chunk, outcome) for chunk, outcome in pairs]
+        if self._static:
+            self._close_batch()
+        return tuple(one for one in progress if one is not None)
 
-    def _apply(self, chunk: Chunk, outcome: Outcome) -> Progress:
-        seq = self._roster.by_id[chunk.request_id]
+    def _apply(self, seq: Sequence, chunk: Chunk, outcome: Outcome) -> Progress | None:
+        if seq.done:
+            return None
         if outcome.error:
             # Logits that are not finite come from KV that is not: nobody else shall find it.
             return self.end(seq, FinishReason.ERROR, outcome.error, spoilt=True)
@@ -322,6 +367,8 @@ class Scheduler:
         )
         if seq.hold:
             self._roster.park(seq)
+        elif finish is not None and self._static:
+            seq.done = True
         elif finish is not None:
             self._roster.end(seq)
         return progress
@@ -362,7 +409,7 @@ class Scheduler:
             seq
             for queue in (self._roster.waiting, self._roster.swapped, self._roster.running)
             for seq in queue
-            if seq.request.deadline_s is not None and seq.request.deadline_s <= now
+            if seq.request.deadline_s is not None and seq.request.deadline_s <= now and not seq.done
         ]
         return tuple(self.end(seq, FinishReason.DEADLINE) for seq in late)
 

@@ -30,6 +30,7 @@ class State(StrEnum):
     SWAPPED = "swapped"
     HELD = "held"
     LEASED = "leased"
+    ENDED = "ended"
 
 
 class Sequence:
@@ -42,6 +43,7 @@ class Sequence:
         "cached_tokens",
         "computed",
         "counts",
+        "done",
         "hold",
         "keys",
         "order",
@@ -69,6 +71,8 @@ class Sequence:
         self.tokens = list(request.token_ids)
         self.prompt_len = len(request.token_ids)
         self.computed = 0
+        self.done = False
+        """Ended, but its row is computed on until its static batch ends."""
         self.cached_tokens = 0
         self.blocks: list[int] = []
         self.slots: list[int] = []

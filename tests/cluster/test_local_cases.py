@@ -41,11 +41,10 @@ async def test_what_cannot_fit_the_pool_is_refused_at_once_and_the_next_is_serve
     async with running(toy, config(prefill_blocks=16, decode_blocks=16)) as cluster:
         prompt = tuple(i % 250 for i in range(length))
         if field:
-            started = time.monotonic()
             with pytest.raises(RequestFailed, match=r"\b256 tokens") as refused:
                 await ask(cluster, prompt, max_tokens)
             assert refused.value.code is Code.INVALID
-            assert time.monotonic() - started < 1
+            assert not any(slot.worker.engine.load(0.0).prompt_tokens for slot in cluster.slots.values())
         else:
             last = await ask(cluster, prompt, max_tokens)
             assert last.outcome is not None
@@ -120,7 +119,7 @@ async def test_without_any_worker_a_request_is_unavailable_at_once(toy: Path) ->
             await ask(cluster, "hello")
         tokens, outcome = await cluster.generate(request("r"))
         assert (refused.value.code, outcome.code, tokens) == (Code.UNAVAILABLE, Code.UNAVAILABLE, ())
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])

@@ -157,7 +157,14 @@ async def test_requests_that_end_in_every_way_add_up_and_leave_nothing(toy: Path
 
         prefill, decode = (cluster.slots[name].worker for name in ("prefill-0", "decode-0"))
         await _leave(cluster, "p", 600, lambda: bool(prefill.engine.load(0.0).queued_prefill_tokens))
-        await _leave(cluster, "d", 50, lambda: decode.engine.load(0.0).running > 0, max_tokens=400, ignore_eos=True)
+        await _leave(
+            cluster,
+            "d",
+            50,
+            lambda: decode.engine.load(0.0).running_context_tokens >= 50 + 8,
+            max_tokens=400,
+            ignore_eos=True,
+        )
         await cluster.settled()
         await cluster.until(lambda: shown(cluster)("worker_blocks", state="live") == 0)
 

@@ -3,12 +3,15 @@
 Page-first: a block carries all layers of its tokens contiguously, `(kv_heads, layers, 2, block_size, head_dim)`, keys
 at 0 and values at 1. So one block is one run of bytes for the transfer, and a run of heads inside it is one too. Who
 may use a block is decided elsewhere (`engine.blocks`); here are only the bytes. On the host the pool is page-aligned
-anonymous memory, zero by the operating system and not resident before its first use.
+anonymous memory, zero by the operating system and not resident before its first use; on Linux its owner has a
+`fileno`, with which another process of this host may read it, and nobody may shrink it or write.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
 from dataclasses import dataclass
 
 import torch
@@ -80,8 +83,40 @@ class KVPool:
         return memoryview(self._memory)
 
 
+_SEALS = 0x1 | 0x2 | 0x4 | 0x10
+"""fcntl(2): no more seals, no shrinking, no growing, and (Linux 5.1) no writing but through mappings made so far."""
+
+
+class _Shared(mmap.mmap):
+    """Zeroed memory that whoever is given `fileno()` can map, read-only."""
+
+    _descriptor = -1
+
+    def __new__(cls, size: int) -> _Shared:
+        descriptor = os.memfd_create("kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = super().__new__(cls, descriptor, size, flags=mmap.MAP_SHARED)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(descriptor)
+            raise
+        memory._descriptor = descriptor
+        return memory
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
 def _anonymous(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(os, "memfd_create"):
+        memory: mmap.mmap = _Shared(size)
+    else:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # attention jumps from block to block: spare the TLB
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

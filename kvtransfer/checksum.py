@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvtransfer.types import Span
+from kvtransfer.layout import views_of
+from kvtransfer.types import Numbers, Span
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -14,6 +15,6 @@ def checksum(data: memoryview | bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def span_checksums(region: memoryview, spans: Sequence[Span]) -> tuple[int, ...]:
+def span_checksums(region: memoryview, spans: Sequence[Span]) -> Numbers:
     """One checksum per span, in order."""
-    return tuple(checksum(region[span.offset : span.offset + span.length]) for span in spans)
+    return Numbers([checksum(view) for view in views_of(region, spans)])

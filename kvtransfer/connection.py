@@ -7,8 +7,11 @@ from the socket into the spans by `recvmsg_into`, from the spans into the socket
 from __future__ import annotations
 
 import logging
+import os
+import select
 import selectors
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ USER_TIMEOUT_MS = 15_000
 class _Writing:
     cursor: Cursor
     done: Callable[[], None] | None
+    descriptor: int | None = None
 
 
 class Connection:
@@ -55,18 +59,33 @@ class Connection:
         self._read_done: Callable[[], None] = self._header_read
         self._writing: deque[_Writing] = deque()
         self._open = True
+        self._within_host = sock.family == socket.AF_UNIX
+        self._descriptors: list[int] = []
         _tune(sock)
         loop.watch(sock, selectors.EVENT_READ, self._ready)
 
-    def send(self, frame: bytes) -> None:
-        """Queue a frame."""
-        self.send_views([memoryview(frame)])
+    def send(self, frame: bytes, descriptor: int | None = None) -> None:
+        """Queue a frame, with a file descriptor where the peer is on this host."""
+        self._send(_Writing(Cursor([memoryview(frame)]), None, descriptor))
 
     def send_views(self, views: Sequence[memoryview], done: Callable[[], None] | None = None) -> None:
         """Queue bytes that stay where they are; `done` when the kernel has them all."""
+        self._send(_Writing(Cursor(views), done))
+
+    def take_descriptor(self) -> int | None:
+        """The file descriptor that came with a frame; from now on the caller's to close."""
+        return self._descriptors.pop() if self._descriptors else None
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed its end by now, even if what it sent before is not read yet."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    def _send(self, writing: _Writing) -> None:
         if not self._open:
             return
-        self._writing.append(_Writing(Cursor(views), done))
+        self._writing.append(writing)
         if len(self._writing) == 1:
             self._write()
 
@@ -84,6 +103,7 @@ class Connection:
         self._sock.close()
         self._writing.clear()
         self._reading = Cursor([])
+        self._drop_descriptors()
         self._on_lost(reason)
 
     def _ready(self, events: int) -> None:
@@ -104,7 +124,7 @@ class Connection:
         budget = FAIR_BYTES
         while self._open and budget > 0:
             try:
-                received = self._sock.recvmsg_into(self._reading.window(MAX_VIEWS))[0]
+                received = self._receive(self._reading.window(MAX_VIEWS))
             except BlockingIOError:
                 return
             if not received:
@@ -114,6 +134,22 @@ class Connection:
             self._reading.advance(received)
             if not self._reading.remaining:
                 self._read_done()
+
+    def _receive(self, window: list[memoryview]) -> int:
+        if not self._within_host:
+            return self._sock.recvmsg_into(window)[0]
+        received, ancillary, _, _ = self._sock.recvmsg_into(window, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += array("i", data[: len(data) // 4 * 4])
+        if len(self._descriptors) > 1:
+            self._drop_descriptors()
+            raise FrameError("more file descriptors than one")
+        return received
+
+    def _drop_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _header_read(self) -> None:
         header = decode_header(self._header)
@@ -143,7 +179,9 @@ class Connection:
         try:
             while self._writing and budget > 0:
                 writing = self._writing[0]
-                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS))
+                rights = [] if writing.descriptor is None else [_rights(writing.descriptor)]
+                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS), rights)
+                writing.descriptor = None
                 budget -= sent
                 writing.cursor.advance(sent)
                 if not writing.cursor.remaining:
@@ -160,6 +198,14 @@ class Connection:
             self._loop.watch(self._sock, events, self._ready)
 
 
+_ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
+
+
+def _rights(descriptor: int) -> tuple[int, int, bytes]:
+    """Ancillary data that makes the peer an owner of the same open file."""
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]).tobytes()
+
+
 _TCP_OPTIONS = {
     "TCP_NODELAY": 1,
     "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
@@ -172,6 +218,8 @@ _TCP_OPTIONS = {
 def _tune(sock: socket.socket) -> None:
     """No delay for small frames; a host that vanished is noticed. Buffers are left to the kernel, which tunes them."""
     sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_OPTIONS.items():
         if hasattr(socket, name):

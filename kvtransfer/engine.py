@@ -22,6 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransfer.checksum import span_checksums
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
@@ -29,6 +32,7 @@ from kvtransfer.layout import check_spans
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import (
     LeaseKey,
+    Numbers,
     Offer,
     PeerId,
     PeerLost,
@@ -38,6 +42,7 @@ from kvtransfer.types import (
     Received,
     ReceiveFailed,
     Span,
+    Spans,
     TransferEvent,
     TransferStats,
 )
@@ -51,8 +56,9 @@ WINDOW_BYTES = 256 * 2**20
 @dataclass(slots=True)
 class _Lease:
     source: PeerId
-    spans: tuple[Span, ...]
-    empty: set[int]
+    spans: Spans
+    empty: NDArray[np.bool_]
+    """Which spans were not offered yet."""
     in_flight: int = 0
     failed: str = ""
     closing: bool = False
@@ -61,17 +67,14 @@ class _Lease:
 @dataclass(slots=True)
 class _Push:
     offer: Offer
-    spans: tuple[Span, ...]
+    spans: Spans
+    num_bytes: int
     scheme: str
     priority: int
     deadline_s: float
     started_s: float
     offered: bool = False
     reported: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.offer.lengths)
 
 
 @dataclass(slots=True)
@@ -210,13 +213,14 @@ class TransferEngine:
         Smaller `priority` goes first. `deadline_s` is seconds from now until `PushFailed`. Raises `TransferError` when
         the spans lie outside the region, the lease was withdrawn, or the peer is not connected.
         """
-        if not spans:
+        if not len(spans):
             raise TransferError(f"{key}: a push needs at least one span")
         if problem := check_spans(spans, self._region_bytes):
             raise TransferError(f"{key}: {problem}")
         if key in self._withdrawn:
             raise TransferError(f"{key} was withdrawn")
         chosen = self._choose(peer, scheme)
+        spans = Spans.of(spans)
         self._last_push_id += 1
         now = self._clock()
         push = _Push(
@@ -224,12 +228,13 @@ class TransferEngine:
                 key=key,
                 push_id=self._last_push_id,
                 first=first,
-                lengths=tuple(span.length for span in spans),
+                lengths=Numbers(spans.lengths),
                 source=self.me,
                 destination=peer,
-                checksums=span_checksums(self._region, spans) if self._checksums else (),
+                checksums=span_checksums(self._region, spans) if self._checksums else Numbers(),
             ),
-            spans=tuple(spans),
+            spans=spans,
+            num_bytes=spans.num_bytes,
             scheme=chosen,
             priority=priority,
             deadline_s=float("inf") if deadline_s is None else now + deadline_s,
@@ -265,7 +270,7 @@ class TransferEngine:
                 raise TransferError(f"{key} is already open")
             if source in self._fenced:
                 raise TransferError(f"{key}: {source} was forgotten")
-            self._leases[key] = _Lease(source, tuple(spans), set(range(len(spans))))
+            self._leases[key] = _Lease(source, Spans.of(spans), np.ones(len(spans), np.bool_))
 
     def close(self, key: LeaseKey) -> None:
         """End a lease: later bytes are refused, and one `Quiet` follows when none is in flight.
@@ -395,7 +400,7 @@ class TransferEngine:
                 if reason or lease is None:
                     return Refused(reason)
                 count = len(offer.lengths)
-                lease.empty.difference_update(range(offer.first, offer.first + count))
+                lease.empty[offer.first : offer.first + count] = False
                 lease.in_flight += 1
                 self._taken_by[offer.source, offer.key, offer.push_id] = scheme
                 return lease.spans[offer.first : offer.first + count]
@@ -413,13 +418,13 @@ class TransferEngine:
         if lease.failed:
             return f"lease {offer.key.lease_id} failed: {lease.failed}"
         last = offer.first + len(offer.lengths)
-        if offer.first < 0 or not offer.lengths or last > len(lease.spans):
+        if offer.first < 0 or not len(offer.lengths) or last > len(lease.spans):
             return f"spans {offer.first} … {last - 1} of a lease with {len(lease.spans)}"
-        if not lease.empty.issuperset(range(offer.first, last)):
+        if not lease.empty[offer.first : last].all():
             return f"spans {offer.first} … {last - 1} were offered before"
-        if offer.lengths != tuple(span.length for span in lease.spans[offer.first : last]):
+        if offer.lengths != Numbers(lease.spans.lengths[offer.first : last]):
             return f"lengths of spans {offer.first} … {last - 1} differ from the lease's"
-        if offer.checksums and len(offer.checksums) != len(offer.lengths):
+        if len(offer.checksums) not in (0, len(offer.lengths)):
             return f"{len(offer.checksums)} checksums for {len(offer.lengths)} spans"
         return ""
 
@@ -435,14 +440,14 @@ class TransferEngine:
             if error:
                 self._fail_lease(offer.key, lease, error, scheme)
             elif not lease.failed and not lease.closing:
-                num_bytes = sum(offer.lengths)
+                num_bytes = offer.num_bytes
                 self._cooling.pop(offer.source, None)
                 self._counts[scheme].update(receives=1, receive_bytes=num_bytes)
                 self._events.append(Received(offer.key, offer.first, len(offer.lengths), num_bytes))
             self._quiet_if_closed(offer.key, lease)
 
     def _verify(self, offer: Offer, lease: _Lease) -> str:
-        if not offer.checksums or lease.closing or lease.failed:
+        if not len(offer.checksums) or lease.closing or lease.failed:
             return ""
         spans = lease.spans[offer.first : offer.first + len(offer.lengths)]
         for index, (got, sent) in enumerate(zip(span_checksums(self._region, spans), offer.checksums, strict=True)):

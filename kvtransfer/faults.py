@@ -73,7 +73,7 @@ class FaultPlan:
 @dataclass(frozen=True, slots=True)
 class _Held:
     offer: Offer
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     due_s: float
 
 
@@ -119,7 +119,7 @@ class FaultyTransport:
             self._wake()
         else:
             due_s = self._clock() + rule.delay_s if rule.fault is Fault.DELAY else float("inf")
-            self._held.append(_Held(offer, tuple(spans), due_s))
+            self._held.append(_Held(offer, spans, due_s))
             self._wake_after(rule.delay_s if rule.fault is Fault.DELAY else None)
 
     def poll(self) -> list[TransportEvent]:
@@ -161,7 +161,7 @@ class FaultyTransport:
     def _corrupt(self, taken: Taken) -> None:
         spans = self._taking.pop((taken.offer.source, taken.offer.key, taken.offer.push_id), ())
         rule = self._plan.next_take()
-        if rule is not None and spans and not taken.error:
+        if rule is not None and len(spans) and not taken.error:
             self._region[spans[0].offset] ^= 0xFF
 
     def _wake_after(self, delay_s: float | None) -> None:

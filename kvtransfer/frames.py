@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer.packing import pack, unpack
-from kvtransfer.types import LeaseKey, Offer
+from kvtransfer.types import LeaseKey, Numbers, Offer
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_HANDSHAKE_BYTES = 8 * 2**10
@@ -22,7 +22,7 @@ MAX_SPANS = 65_536
 MAX_NAME_CHARS = 512
 
 _MAGIC = b"TKVT"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct(">4sBBHQQ")
 HEADER_BYTES = _HEADER.size
 
@@ -93,8 +93,8 @@ def decode_fields(body: bytes | bytearray | memoryview, *types: type) -> list[An
     return list(fields)
 
 
-def encode_offer(serial: int, offer: Offer, runs: tuple[int, ...]) -> bytes:
-    """An OFFER frame; `runs` says which of its spans are neighbours at the source (empty: not needed)."""
+def encode_offer(serial: int, offer: Offer, announced: bytes) -> bytes:
+    """An OFFER frame; `announced` is what the payload road adds (see `kvtransfer.wired.Payload.announce`)."""
     key = offer.key
     return encode(
         Kind.OFFER,
@@ -103,35 +103,41 @@ def encode_offer(serial: int, offer: Offer, runs: tuple[int, ...]) -> bytes:
         key.generation,
         offer.push_id,
         offer.first,
-        offer.lengths,
+        offer.lengths.pack(),
         offer.source,
         offer.destination,
-        offer.checksums,
-        runs,
+        offer.checksums.pack(),
+        announced,
     )
 
 
-def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, tuple[int, ...]]:
-    """The offer and its runs. Raises `FrameError`."""
-    lease_id, generation, push_id, first, lengths, source, destination, checksums, runs = decode_fields(
-        body, str, int, int, int, tuple, str, str, tuple, tuple
+def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, bytes]:
+    """The offer and what the payload road announced. Raises `FrameError`."""
+    lease_id, generation, push_id, first, lengths, source, destination, checksums, announced = decode_fields(
+        body, str, int, int, int, bytes, str, str, bytes, bytes
     )
-    for numbers in (lengths, checksums, runs):
-        _check_numbers(numbers)
-    if not lengths or (checksums and len(checksums) != len(lengths)) or (runs and sum(runs) != len(lengths)):
-        raise FrameError("an offer whose lengths, checksums and runs do not fit together")
-    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or 0 in lengths:
+    sizes, sums = decode_numbers(lengths), decode_numbers(checksums)
+    if not len(sizes) or (len(sums) and len(sums) != len(sizes)):
+        raise FrameError("an offer whose lengths and checksums do not fit together")
+    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or not sizes.array.all():
         raise FrameError("an offer with an overlong name or an empty span")
-    return Offer(LeaseKey(lease_id, generation), push_id, first, lengths, source, destination, checksums), runs
+    return Offer(LeaseKey(lease_id, generation), push_id, first, sizes, source, destination, sums), announced
 
 
-def decode_runs(body: bytes | bytearray | memoryview) -> tuple[int, ...]:
-    """The runs of a TAKE. Raises `FrameError`."""
-    (runs,) = decode_fields(body, tuple)
-    _check_numbers(runs)
-    return tuple(runs)
+def decode_numbers(raw: bytes) -> Numbers:
+    """Raises `FrameError` for too many, or for bytes that are no numbers."""
+    if len(raw) > MAX_SPANS * 8:
+        raise FrameError(f"a list of {len(raw)} bytes, at most {MAX_SPANS} numbers are read")
+    try:
+        return Numbers.unpack(raw)
+    except ValueError as error:
+        raise FrameError(f"not a list of numbers: {error}") from error
 
 
-def _check_numbers(numbers: tuple[Any, ...]) -> None:
-    if len(numbers) > MAX_SPANS or not all(type(number) is int and number >= 0 for number in numbers):
-        raise FrameError("a list that is too long or holds something else than counts")
+def decode_counts(raw: bytes, total: int) -> Numbers:
+    """Numbers from 1 that add up to `total`. Raises `FrameError`."""
+    counts = decode_numbers(raw)
+    within = len(counts) and int(counts.array.min()) > 0 and int(counts.array.max()) <= MAX_SPANS
+    if not within or counts.sum() != total:
+        raise FrameError(f"counts that do not add up to the {total} spans of the push")
+    return counts

@@ -18,6 +18,12 @@ from kvtransfer.packing import pack, unpack
 
 NONCE_BYTES = 16
 TOKEN_BYTES = 32
+UNIX = "unix:"
+
+
+def socket_address(host: str, port: int) -> tuple[str, int] | bytes:
+    """What the socket calls want; a `unix:` name lives in the abstract namespace and leaves no file behind."""
+    return b"\0" + host.removeprefix(UNIX).encode() if host.startswith(UNIX) else (host, port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,14 @@ class WiredAddress:
     """Where a transport listens and the token that opens it."""
 
     host: str
+    """An IP address, or `unix:` and a name in this host's abstract namespace (then the port is 0)."""
     port: int
     token: bytes
+
+    @property
+    def where(self) -> tuple[str, int] | bytes:
+        """For `socket.connect`."""
+        return socket_address(self.host, self.port)
 
     def pack(self) -> bytes:
         """Opaque bytes for peers."""
@@ -40,7 +52,7 @@ class WiredAddress:
         except ValueError as error:
             raise TransferError(f"not a transfer address: {error}") from error
         sound = version == 1 and isinstance(host, str) and isinstance(port, int) and isinstance(token, bytes)
-        if not sound or not 0 < port < 65_536 or len(token) != TOKEN_BYTES:
+        if not sound or len(token) != TOKEN_BYTES or not (0 < port < 65_536 or (host.startswith(UNIX) and port == 0)):
             raise TransferError("not a transfer address: wrong fields")
         return WiredAddress(host, port, token)
 

@@ -1,78 +1,87 @@
 """Where bytes lie: spans of blocks, runs of neighbouring spans, and cursors that walk over them.
 
-Pure functions and one small cursor; nothing here knows a transport.
+Pure functions over whole lists (arrays, no object per span) and one small cursor; nothing here knows a transport.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from typing import Any
 
-from kvtransfer.types import Span
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.types import Numbers, Span, Spans
 
 
-def block_spans(block_ids: Iterable[int], block_bytes: int) -> list[Span]:
+def block_spans(block_ids: Iterable[int], block_bytes: int) -> Spans:
     """The spans of whole blocks in a pool where block i begins at `i * block_bytes`."""
-    return [Span(block_id * block_bytes, block_bytes) for block_id in block_ids]
+    ids = np.asarray(block_ids if isinstance(block_ids, np.ndarray) else list(block_ids), dtype="<i8")
+    return Spans(ids * block_bytes, np.full(len(ids), block_bytes, "<i8"))
 
 
-def coalesce(spans: Sequence[Span], max_bytes: int | None = None) -> list[Span]:
+def coalesce(spans: Sequence[Span], max_bytes: int | None = None) -> Spans:
     """The same bytes in the same order with neighbours joined, none longer than `max_bytes` unless it came so."""
-    joined = []
-    start = 0
-    for count in runs(spans, max_bytes):
-        length = sum(span.length for span in spans[start : start + count])
-        joined.append(Span(spans[start].offset, length))
-        start += count
-    return joined
+    return group(spans, runs(spans, max_bytes))
 
 
-def runs(spans: Sequence[Span], max_bytes: int | None = None) -> tuple[int, ...]:
+def runs(spans: Sequence[Span], max_bytes: int | None = None) -> Numbers:
     """How many consecutive spans form each contiguous run; the counts add up to `len(spans)`."""
-    counts: list[int] = []
-    end, length = -1, 0
-    for span in spans:
-        fits = max_bytes is None or length + span.length <= max_bytes
-        if counts and span.offset == end and fits:
-            counts[-1] += 1
-            length += span.length
-        else:
-            counts.append(1)
-            length = span.length
-        end = span.offset + span.length
-    return tuple(counts)
+    many = Spans.of(spans)
+    ends = many.offsets + many.lengths
+    cuts = np.append(np.flatnonzero(many.offsets[1:] != ends[:-1]) + 1, len(many))
+    if max_bytes is not None and len(cuts) < len(many):
+        cuts = _cut_long(cuts, np.cumsum(many.lengths), max_bytes)
+    return Numbers(np.diff(cuts, prepend=0)) if len(many) else Numbers()
 
 
-def common_runs(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+def _cut_long(cuts: NDArray[Any], bytes_until: NDArray[Any], max_bytes: int) -> NDArray[Any]:
+    """The cuts and more, so that each piece takes as many spans as fit into `max_bytes`, at least one."""
+    finer: list[int] = []
+    start, before = 0, 0
+    for cut in cuts.tolist():
+        while start < cut:
+            fits = int(np.searchsorted(bytes_until, before + max_bytes, side="right"))
+            start = min(cut, max(fits, start + 1))
+            finer.append(start)
+            before = int(bytes_until[start - 1])
+    return np.asarray(finer)
+
+
+def common_runs(left: Sequence[int], right: Sequence[int]) -> Numbers:
     """The longest runs that are contiguous at both ends: cut wherever either side cuts.
 
     Raises `ValueError` when the two sides do not count the same number of spans.
     """
-    if sum(left) != sum(right):
-        raise ValueError(f"runs of {sum(left)} spans against runs of {sum(right)}")
-    cuts = sorted(set(accumulate(left)) | set(accumulate(right)))
-    return tuple(cut - before for before, cut in zip([0, *cuts], cuts, strict=False))
+    ends = [np.cumsum(Numbers.of(side).array) for side in (left, right)]
+    counted = [int(end[-1]) if len(end) else 0 for end in ends]
+    if counted[0] != counted[1]:
+        raise ValueError(f"runs of {counted[0]} spans against runs of {counted[1]}")
+    return Numbers(np.diff(np.union1d(*ends).astype("<i8"), prepend=0))
 
 
-def group(spans: Sequence[Span], counts: Sequence[int]) -> list[Span]:
+def group(spans: Sequence[Span], counts: Sequence[int]) -> Spans:
     """One span per run: `counts` must be runs of `spans` (or cut them finer)."""
-    if len(counts) == len(spans):
-        return list(spans)
-    grouped = []
-    start = 0
-    for count in counts:
-        part = spans[start : start + count]
-        grouped.append(Span(part[0].offset, sum(span.length for span in part)))
-        start += count
-    return grouped
+    many = Spans.of(spans)
+    if len(counts) == len(many):
+        return many
+    starts = np.cumsum(Numbers.of(counts).array.astype("<i8")) - Numbers.of(counts).array.astype("<i8")
+    return Spans(many.offsets[starts], np.add.reduceat(many.lengths, starts))
 
 
 def check_spans(spans: Sequence[Span], region_bytes: int) -> str:
     """Why these spans cannot be used in a region of that size; empty when they can."""
-    for span in spans:
-        if span.offset < 0 or span.length <= 0 or span.offset + span.length > region_bytes:
-            return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
-    return ""
+    try:
+        many = Spans.of(spans)
+    except OverflowError:
+        return f"a span of more than 63 bits is outside the region of {region_bytes} bytes"
+    # Written without a sum of two numbers from outside, which could wrap around.
+    wrong = (many.offsets < 0) | (many.lengths <= 0) | (many.lengths > region_bytes)
+    wrong |= many.offsets > region_bytes - many.lengths
+    if not wrong.any():
+        return ""
+    span = many[int(np.argmax(wrong))]
+    return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
 
 
 class Cursor:
@@ -83,7 +92,7 @@ class Cursor:
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = list(views)
         self._next = 0
-        self.remaining = sum(len(view) for view in self._views)
+        self.remaining = sum(map(len, views))
 
     def window(self, max_views: int) -> list[memoryview]:
         """The next views to hand to one vectored call."""
@@ -99,3 +108,10 @@ class Cursor:
                 return
             num_bytes -= len(view)
             self._next += 1
+
+
+def views_of(region: memoryview, spans: Sequence[Span]) -> list[memoryview]:
+    """The memory of each span."""
+    many = Spans.of(spans)
+    bounds = zip(many.offsets.tolist(), (many.offsets + many.lengths).tolist(), strict=True)
+    return [region[start:end] for start, end in bounds]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvtransfer.errors import TransferError
 from kvtransfer.inproc import InprocHub, InprocTransport
+from kvtransfer.shm import is_here, shm_transport
 from kvtransfer.tcp import tcp_transport
 from kvtransfer.transport import Transport
 from kvtransfer.types import PeerId
 
-PREFERENCE = ("inproc", "ucx", "tcp")
-"""Best first."""
+SCHEMES = ("inproc", "shm", "ucx", "tcp")
+"""All there are, the fastest first where it can be used at all."""
 
 
 def ucx_available() -> tuple[bool, str]:
@@ -36,6 +37,7 @@ def make_transport(
     """A transport of that scheme over a writable region. Raises `TransferError` when it cannot be had here.
 
     `host` (an IP address) is bound, `advertise` (default: the same) is told to peers; `hub` is needed by `inproc`.
+    `shm` needs a region that can be shared, see `kvtransfer.memory`.
     `ucx_error_handling=False` lets UCX use shared memory on one host, where a peer's death may then abort this process:
     see `kvtransfer.ucx`.
     """
@@ -43,6 +45,8 @@ def make_transport(
         if hub is None:
             raise TransferError("the transport inproc needs the hub of this process")
         return InprocTransport(me, region, hub)
+    if scheme == "shm":
+        return shm_transport(me, region)
     if scheme == "tcp":
         return tcp_transport(me, region, host=host, advertise=advertise)
     if scheme == "ucx":
@@ -53,13 +57,17 @@ def make_transport(
 
         options = UcxOptions(error_handling=ucx_error_handling)
         return ucx_transport(me, region, host=host, advertise=advertise, options=options)
-    raise TransferError(f"no transport {scheme!r}; there are {', '.join(PREFERENCE)}")
+    raise TransferError(f"no transport {scheme!r}; there are {', '.join(SCHEMES)}")
 
 
-def choose(ours: Iterable[str], theirs: Iterable[str]) -> str:
-    """The best scheme that both ends have. Raises `TransferError` naming both sides if there is none."""
-    mine, yours = set(ours), set(theirs)
-    for scheme in PREFERENCE:
-        if scheme in mine & yours:
+def choose(ours: Iterable[str], theirs: Mapping[str, bytes]) -> str:
+    """The first of our schemes (ours stand best first) under which the peer has an address that can be used from here.
+
+    Raises `TransferError` naming both sides if there is none.
+    """
+    mine = tuple(ours)
+    for scheme in mine:
+        if scheme in theirs and (scheme != "shm" or is_here(theirs[scheme])):
             return scheme
-    raise TransferError(f"no common transport: here {sorted(mine)}, there {sorted(yours)}")
+    elsewhere = " (shm on another host)" if "shm" in mine and "shm" in theirs else ""
+    raise TransferError(f"no common transport: here {sorted(mine)}, there {sorted(theirs)}{elsewhere}")

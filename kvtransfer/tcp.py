@@ -4,12 +4,10 @@ in between (`sendmsg`, `recvmsg_into`). Works everywhere Python does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvtransfer.frames import FrameError, Header, data_header
 from kvtransfer.io_loop import IoLoop
-from kvtransfer.layout import coalesce
-from kvtransfer.types import PeerId, Span
+from kvtransfer.layout import coalesce, views_of
+from kvtransfer.types import PeerId, Spans
 from kvtransfer.wired import Road, WiredTransport
 
 
@@ -34,16 +32,19 @@ class TcpPayload:
     def attach(self, blob: bytes) -> None:
         pass
 
-    def runs(self, spans: Sequence[Span]) -> tuple[int, ...]:
-        return ()
+    def descriptor(self) -> None:
+        return None
 
-    def receive(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> tuple[int, ...]:
-        self._expected[serial] = self._views(spans)
-        return ()
+    def announce(self, spans: Spans) -> bytes:
+        return b""
 
-    def send(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> None:
-        header = data_header(serial, sum(span.length for span in spans))
-        views = [memoryview(header), *self._views(spans)]
+    def receive(self, serial: int, spans: Spans, announced: bytes) -> bytes:
+        self._expected[serial] = views_of(self._region, coalesce(spans))
+        return b""
+
+    def send(self, serial: int, spans: Spans, wanted: bytes) -> None:
+        header = data_header(serial, spans.num_bytes)
+        views = [memoryview(header), *views_of(self._region, coalesce(spans))]
         self._road.connection.send_views(views, lambda: self._road.payload_done(serial))
 
     def data(self, header: Header) -> None:
@@ -60,6 +61,3 @@ class TcpPayload:
     def _finish(self, serial: int) -> None:
         self._road.connection.expect_frame()
         self._road.payload_done(serial)
-
-    def _views(self, spans: Sequence[Span]) -> list[memoryview]:
-        return [self._region[span.offset : span.offset + span.length] for span in coalesce(spans)]

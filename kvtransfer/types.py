@@ -8,7 +8,12 @@ generation. The source pushes runs of that list, in any order, each index once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 PeerId = str
 """A worker and its incarnation, `name#incarnation`: a restarted worker is another peer."""
@@ -22,12 +27,124 @@ class Span:
     length: int
 
 
+class Numbers(Sequence[int]):
+    """Many whole numbers of 64 bits, unsigned and immutable, at the price of one object: lengths, counts, checksums.
+
+    Raises `OverflowError` or `ValueError` for anything else than such numbers.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, values: Iterable[int] | NDArray[Any] = ()) -> None:
+        """`array` is uint64, little endian, read-only."""
+        self.array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype="<u8")
+        self.array.flags.writeable = False
+
+    @staticmethod
+    def of(values: Iterable[int]) -> Numbers:
+        return values if isinstance(values, Numbers) else Numbers(values)
+
+    def pack(self) -> bytes:
+        """Eight bytes each, little endian."""
+        return self.array.tobytes()
+
+    @staticmethod
+    def unpack(raw: bytes) -> Numbers:
+        """The inverse of `pack`. Raises `ValueError` for bytes that are no whole count of numbers."""
+        return Numbers(np.frombuffer(raw, "<u8"))
+
+    def sum(self) -> int:
+        return int(self.array.sum())
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Numbers: ...
+
+    def __getitem__(self, index: int | slice) -> int | Numbers:
+        return Numbers(self.array[index]) if isinstance(index, slice) else int(self.array[index])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return self.pack() == other.pack() if isinstance(other, Numbers) else list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self.pack())
+
+    def __repr__(self) -> str:
+        return f"Numbers({self.array.tolist()})"
+
+
+class Spans(Sequence[Span]):
+    """Many spans, immutable, at the price of one object; equal to any sequence of the same spans.
+
+    `offsets` and `lengths` are int64 and read-only.
+    """
+
+    __slots__ = ("lengths", "offsets")
+
+    def __init__(self, offsets: NDArray[Any], lengths: NDArray[Any]) -> None:
+        self.offsets = np.asarray(offsets, dtype="<i8")
+        self.lengths = np.asarray(lengths, dtype="<i8")
+        self.offsets.flags.writeable = self.lengths.flags.writeable = False
+
+    @staticmethod
+    def of(spans: Sequence[Span]) -> Spans:
+        if isinstance(spans, Spans):
+            return spans
+        flat = np.array([(span.offset, span.length) for span in spans], dtype="<i8").reshape(-1, 2)
+        return Spans(flat[:, 0].copy(), flat[:, 1].copy())
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, self.offsets.tolist(), self.lengths.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Spans: ...
+
+    def __getitem__(self, index: int | slice) -> Span | Spans:
+        if isinstance(index, slice):
+            return Spans(self.offsets[index], self.lengths[index])
+        return Span(int(self.offsets[index]), int(self.lengths[index]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash((self.offsets.tobytes(), self.lengths.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Spans({list(self)})"
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseKey:
     """Names a lease for ever: `generation` rises each time the same id is granted anew."""
 
     lease_id: str
     generation: int
+
+
+_NONE = Numbers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +157,14 @@ class Offer:
     key: LeaseKey
     push_id: int
     first: int
-    lengths: tuple[int, ...]
+    lengths: Numbers
     source: PeerId
     destination: PeerId
-    checksums: tuple[int, ...] = ()
+    checksums: Numbers = _NONE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.lengths.sum()
 
 
 @dataclass(frozen=True, slots=True)

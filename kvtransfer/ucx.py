@@ -24,15 +24,14 @@ import ctypes
 import ipaddress
 import os
 import selectors
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer.errors import TransferError
-from kvtransfer.frames import FrameError, Header
+from kvtransfer.frames import FrameError, Header, decode_counts
 from kvtransfer.io_loop import IoLoop
-from kvtransfer.layout import common_runs, group, runs
-from kvtransfer.types import PeerId, Span
+from kvtransfer.layout import common_runs, group, runs, views_of
+from kvtransfer.types import Numbers, PeerId, Spans
 from kvtransfer.wired import Payload, Road, WiredTransport
 
 # Before UCX loads: at its default level it prints a line per open request of a destroyed worker, hundreds for one peer.
@@ -114,21 +113,21 @@ class UcxPayload:
         except (ucx.UCXError, IndexError) as error:
             raise TransferError(f"no UCX endpoint: {error}") from error
 
-    def runs(self, spans: Sequence[Span]) -> tuple[int, ...]:
-        return runs(spans, self._options.max_message_bytes)
+    def descriptor(self) -> None:
+        return None
 
-    def receive(self, serial: int, spans: Sequence[Span], offered_runs: tuple[int, ...]) -> tuple[int, ...]:
-        try:
-            counts = common_runs(offered_runs, self.runs(spans))
-        except ValueError as error:
-            raise FrameError(str(error)) from error
+    def announce(self, spans: Spans) -> bytes:
+        return runs(spans, self._options.max_message_bytes).pack()
+
+    def receive(self, serial: int, spans: Spans, announced: bytes) -> bytes:
+        theirs = decode_counts(announced, len(spans))
+        counts = common_runs(theirs, runs(spans, self._options.max_message_bytes))
         worker = self._worker
         self._start(serial, [worker.tag_recv(array, tag) for array, tag in self._messages(serial, spans, counts)])
-        return counts
+        return counts.pack()
 
-    def send(self, serial: int, spans: Sequence[Span], counts: tuple[int, ...]) -> None:
-        if not counts:
-            raise FrameError("a TAKE without runs")
+    def send(self, serial: int, spans: Spans, wanted: bytes) -> None:
+        counts = decode_counts(wanted, len(spans))
         endpoint = self._endpoint
         self._start(serial, [endpoint.tag_send(array, tag) for array, tag in self._messages(serial, spans, counts)])
 
@@ -143,12 +142,11 @@ class UcxPayload:
         self._batches.clear()
         _destroy(self._worker, self._endpoint, open_requests)
 
-    def _messages(self, serial: int, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Any, Any]]:
+    def _messages(self, serial: int, spans: Spans, counts: Numbers) -> list[tuple[Any, Any]]:
         first_tag = serial % _SERIAL_LIMIT << _INDEX_BITS
-        region = self._region
         return [
-            (Array(region[span.offset : span.offset + span.length]), ucx.UCXXTag(first_tag | index))
-            for index, span in enumerate(group(spans, counts))
+            (Array(view), ucx.UCXXTag(first_tag | index))
+            for index, view in enumerate(views_of(self._region, group(spans, counts)))
         ]
 
     def _start(self, serial: int, requests: list[Any]) -> None:

@@ -11,6 +11,8 @@ A *link* runs from one source to one destination; a pair that sends both ways ha
                    ◀═════════════════  payload   on the connection (tcp) or beside it (ucx)
         ACK        ─────────────────▶            all in place (or why not)
 
+    (shm has no TAKE: the destination copies from the source's memory, and the source waits for ACK)
+
 Nothing moves before the destination has said where it belongs, so refused bytes need no draining, a withdrawn offer
 costs nothing, and no peer can make this side buffer what it did not ask for. The price is one round trip per push,
 hidden as soon as two pushes are in flight. A link ends as a whole (connection lost, protocol error, peer forgotten,
@@ -20,10 +22,12 @@ dials anew; only a forgotten incarnation stays out.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import selectors
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +37,10 @@ from kvtransfer import frames, handshake
 from kvtransfer.connection import Connection
 from kvtransfer.errors import TransferError
 from kvtransfer.frames import FrameError, Header, Kind
-from kvtransfer.handshake import WiredAddress
+from kvtransfer.handshake import UNIX, WiredAddress, socket_address
 from kvtransfer.io_loop import IoLoop
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
-from kvtransfer.types import Offer, PeerId, PeerLost, Span
+from kvtransfer.types import Offer, PeerId, PeerLost, Span, Spans
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_STRANGERS = 64
@@ -50,20 +54,27 @@ class Payload(Protocol):
         """What the other end needs to know; travels in the handshake."""
         ...
 
+    def descriptor(self) -> int | None:
+        """Source: a file descriptor that travels with the greeting, on a connection within one host."""
+        ...
+
     def attach(self, blob: bytes) -> None:
         """The other end's blob. Raises `TransferError` if it cannot be used."""
         ...
 
-    def runs(self, spans: Sequence[Span]) -> tuple[int, ...]:
-        """Source: neighbouring spans, for the offer; empty if the road does not care."""
+    def announce(self, spans: Spans) -> bytes:
+        """Source: what this road adds to the offer."""
         ...
 
-    def receive(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> tuple[int, ...]:
-        """Destination: make ready; the runs in which the source shall send."""
+    def receive(self, serial: int, spans: Spans, announced: bytes) -> bytes | None:
+        """Destination: make ready; what TAKE shall tell the source, None if the source has nothing to send.
+
+        Raises `FrameError` for an announcement that does not fit.
+        """
         ...
 
-    def send(self, serial: int, spans: Sequence[Span], runs: tuple[int, ...]) -> None:
-        """Source: the destination is ready."""
+    def send(self, serial: int, spans: Spans, wanted: bytes) -> None:
+        """Source: the destination is ready. Raises `FrameError` for a wish that does not fit."""
         ...
 
     def data(self, header: Header) -> None:
@@ -92,7 +103,7 @@ class PayloadMaker(Protocol):
 @dataclass(slots=True)
 class _Push:
     offer: Offer
-    spans: Sequence[Span]
+    spans: Spans
     using_memory: bool = False
     answer: str | None = None
 
@@ -114,7 +125,7 @@ class _Outgoing:
         self._ended = False
         self._dial()
 
-    def offer(self, offer: Offer, spans: Sequence[Span]) -> None:
+    def offer(self, offer: Offer, spans: Spans) -> None:
         self._last_serial += 1
         self._pushes[self._last_serial] = _Push(offer, spans)
         if self._ready:
@@ -155,16 +166,26 @@ class _Outgoing:
         self._dialling = sock
         self._transport.loop.watch(sock, selectors.EVENT_WRITE, lambda events: self._dialled(sock))
         self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
-        sock.connect_ex((self._address.host, self._address.port))
+        error = sock.connect_ex(self._address.where)
+        if error not in (0, errno.EINPROGRESS):  # within a host the answer comes at once
+            self._transport.loop.call(lambda: self.end(self._cannot_connect(error)))
 
     def _dialled(self, sock: socket.socket) -> None:
+        if self._dialling is None:
+            return
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            self.end(f"cannot connect to {self._address.host}:{self._address.port}: {os.strerror(error)}")
+            self.end(self._cannot_connect(error))
+            return
+        if stranger := foreign_user(sock):
+            self.end(f"cannot connect to {self._address.host}: {stranger}")
             return
         self._transport.loop.unwatch(sock)
         self._dialling = None
         self.connection = Connection(sock, self._transport.loop, self._frame, self.end)
+
+    def _cannot_connect(self, error: int) -> str:
+        return f"cannot connect to {self._address.host}:{self._address.port}: {os.strerror(error)}"
 
     # -- frames
 
@@ -175,7 +196,7 @@ class _Outgoing:
             case Kind.WELCOME if self._payload is not None and not self._ready:
                 self._welcomed(*frames.decode_fields(body, bytes, bytes))
             case Kind.TAKE if self._ready:
-                self._taken(header.serial, frames.decode_runs(body))
+                self._taken(header.serial, *frames.decode_fields(body, bytes))
             case Kind.REFUSE | Kind.ACK if self._ready:
                 self._answered(header, *frames.decode_fields(body, str))
             case _:
@@ -188,7 +209,8 @@ class _Outgoing:
         proof = self._proof("hello", blob)
         me = self._transport.me
         self.connection.send(
-            frames.encode(Kind.HELLO, 0, self._nonces[1], me, self.peer, self._transport.scheme, blob, proof)
+            frames.encode(Kind.HELLO, 0, self._nonces[1], me, self.peer, self._transport.scheme, blob, proof),
+            self._payload.descriptor(),
         )
 
     def _welcomed(self, blob: bytes, proof: bytes) -> None:
@@ -203,15 +225,15 @@ class _Outgoing:
     def _announce(self, serial: int) -> None:
         assert self._payload is not None
         push = self._pushes[serial]
-        self.connection.send(frames.encode_offer(serial, push.offer, self._payload.runs(push.spans)))
+        self.connection.send(frames.encode_offer(serial, push.offer, self._payload.announce(push.spans)))
 
-    def _taken(self, serial: int, runs: tuple[int, ...]) -> None:
+    def _taken(self, serial: int, wanted: bytes) -> None:
         assert self._payload is not None
         push = self._pushes.get(serial)
-        if push is None or push.using_memory or (runs and sum(runs) != len(push.spans)):
+        if push is None or push.using_memory:
             raise FrameError(f"TAKE for push {serial}, which is not waiting for it")
         push.using_memory = True
-        self._payload.send(serial, push.spans, runs)
+        self._payload.send(serial, push.spans, wanted)
 
     def _answered(self, header: Header, error: str) -> None:
         push = self._pushes.get(header.serial)
@@ -296,7 +318,7 @@ class _Incoming:
         ours = self._payload.blob()
         self.connection.send(frames.encode(Kind.WELCOME, 0, ours, expected("welcome", ours)))
 
-    def _offered(self, serial: int, offer: Offer, runs: tuple[int, ...]) -> None:
+    def _offered(self, serial: int, offer: Offer, announced: bytes) -> None:
         assert self._payload is not None
         if offer.source != self.peer or serial in self._takes:
             raise FrameError(f"{self.peer} offers in the name of {offer.source}, serial {serial}")
@@ -305,8 +327,9 @@ class _Incoming:
             self.connection.send(frames.encode(Kind.REFUSE, serial, spans.reason))
             return
         self._takes[serial] = offer
-        wanted = self._payload.receive(serial, spans, runs)
-        self.connection.send(frames.encode(Kind.TAKE, serial, wanted))
+        wanted = self._payload.receive(serial, Spans.of(spans), announced)
+        if wanted is not None:
+            self.connection.send(frames.encode(Kind.TAKE, serial, wanted))
 
 
 class WiredTransport:
@@ -322,7 +345,9 @@ class WiredTransport:
         host: str = "127.0.0.1",
         advertise: str | None = None,
     ) -> None:
-        """`host` (an IP address) is bound; `advertise`, default the same, is what peers dial."""
+        """`host` is bound: an IP address, or `unix:` and a name that only this host sees. `advertise`, default the
+        same, is what peers dial.
+        """
         self.scheme = scheme
         self.me = me
         self.region = region.cast("B") if region.format != "B" else region
@@ -339,7 +364,8 @@ class WiredTransport:
         self._strangers: set[_Incoming] = set()
         self._closed = False
         self._listener = _listen(host)
-        self._address = WiredAddress(advertise or host, self._listener.getsockname()[1], self.token)
+        port = 0 if host.startswith(UNIX) else self._listener.getsockname()[1]
+        self._address = WiredAddress(advertise or host, port, self.token)
 
     # -- the owner's side
 
@@ -364,7 +390,7 @@ class WiredTransport:
         if self._closed or offer.destination not in self._addresses:
             self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} is not connected"))
             return
-        self.loop.call(lambda: self._offer(offer, spans))
+        self.loop.call(lambda: self._offer(offer, Spans.of(spans)))
 
     def poll(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
@@ -425,7 +451,7 @@ class WiredTransport:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS or foreign_user(sock):
             sock.close()
             return
         self._strangers.add(_Incoming(self, sock))
@@ -439,7 +465,7 @@ class WiredTransport:
             link = self._outgoing[peer] = _Outgoing(self, peer, address)
         return link
 
-    def _offer(self, offer: Offer, spans: Sequence[Span]) -> None:
+    def _offer(self, offer: Offer, spans: Spans) -> None:
         link = self._link(offer.destination)
         if link is None:
             self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} was forgotten"))
@@ -461,6 +487,8 @@ class WiredTransport:
 
 
 def _family(host: str) -> socket.AddressFamily:
+    if host.startswith(UNIX):
+        return socket.AF_UNIX
     try:
         version = ipaddress.ip_address(host).version
     except ValueError as error:
@@ -470,12 +498,21 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _listen(host: str) -> socket.socket:
     listener = socket.socket(_family(host), socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setblocking(False)
     try:
-        listener.bind((host, 0))
+        listener.bind(socket_address(host, 0))
     except OSError as error:
         listener.close()
         raise TransferError(f"cannot listen on {host}: {error.strerror}") from error
     listener.listen(MAX_STRANGERS)
     return listener
+
+
+def foreign_user(sock: socket.socket) -> str:
+    """Within a host: why the other end may not be spoken to; empty when its user is ours, or over a network."""
+    if sock.family != socket.AF_UNIX:
+        return ""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return "" if uid == os.getuid() else f"it belongs to user {uid}, not to {os.getuid()}"

@@ -14,7 +14,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
 from kvtransfer.layout import block_spans
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
-from kvtransfer.types import LeaseKey, Offer, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span
+from kvtransfer.types import LeaseKey, Numbers, Offer, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span
 
 KEY = LeaseKey("request-1", 1)
 ME, SOURCE = "decode-0#1", "prefill-0#1"
@@ -66,7 +66,7 @@ def offer(push_id: int = 1, **changes) -> Offer:
         "key": KEY,
         "push_id": push_id,
         "first": 0,
-        "lengths": (16, 16),
+        "lengths": Numbers([16, 16]),
         "source": SOURCE,
         "destination": ME,
     }
@@ -82,9 +82,9 @@ def offer(push_id: int = 1, **changes) -> Offer:
         ({"destination": "decode-0#0"}, "offer for decode-0#0"),
         ({"first": 3}, "of a lease with 4"),
         ({"first": -1}, "of a lease with 4"),
-        ({"lengths": ()}, "of a lease with 4"),
-        ({"lengths": (16, 15)}, "differ from the lease's"),
-        ({"checksums": (1,)}, "1 checksums for 2 spans"),
+        ({"lengths": Numbers()}, "of a lease with 4"),
+        ({"lengths": Numbers([16, 15])}, "differ from the lease's"),
+        ({"checksums": Numbers([1])}, "1 checksums for 2 spans"),
     ],
 )
 def test_an_offer_that_does_not_fit_is_refused_with_the_reason(changes, reason):

@@ -23,8 +23,8 @@ from kvtransfer.types import PeerLost, PushDone, PushFailed, Quiet, Received, Re
 HERE = Path(__file__).parent
 BOUND_S = 10.0
 OTHER = {"source": "destination", "destination": "source"}
-WIRED = transports()[1:3]
-"""tcp and ucx; without error handling UCX aborts when a peer is killed, which is why that is not the default."""
+WIRED = transports()[1:4]
+"""tcp, shm and ucx; without error handling UCX aborts when a peer is killed, which is why that is not the default."""
 
 
 class Scene:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.errors import TransferError
+from kvtransfer.handshake import UNIX, WiredAddress, new_token
+from kvtransfer.memory import SharedMemory
 from kvtransfer.select import choose, make_transport, ucx_available
+from kvtransfer.transport import Refused
 from kvtransfer.types import LeaseKey, PeerLost, PushDone, Span
 
 LISTENING = "0A"
@@ -18,14 +22,30 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 def test_the_best_common_scheme_is_chosen():
-    assert choose(["tcp", "ucx", "inproc"], ["inproc", "tcp"]) == "inproc"
-    assert choose(["tcp", "ucx"], ["ucx", "tcp"]) == "ucx"
-    assert choose(["tcp"], ["ucx", "tcp"]) == "tcp"
+    theirs = {"inproc": b"", "tcp": b"", "ucx": b""}
+    assert choose(["inproc", "ucx", "tcp"], theirs) == "inproc"
+    assert choose(["ucx", "tcp"], theirs) == "ucx"
+    assert choose(["tcp", "ucx"], theirs) == "tcp", "the order is ours"
+    assert choose(["shm", "tcp"], theirs) == "tcp"
+
+
+def test_shm_is_chosen_only_between_processes_of_one_host_and_user():
+    region = memoryview(SharedMemory(4_096))
+    transport = make_transport("shm", "decode-0#1", region)
+    transport.start(lambda offer: Refused("no"), lambda: None)
+    here = transport.address()
+    transport.close()
+    elsewhere = WiredAddress(UNIX + "0123456789abcdef/name", 0, new_token()).pack()
+    assert choose(["shm", "tcp"], {"shm": here, "tcp": b""}) == "shm"
+    assert choose(["shm", "tcp"], {"shm": elsewhere, "tcp": b""}) == "tcp"
+    assert choose(["shm", "tcp"], {"shm": b"nonsense", "tcp": b""}) == "tcp"
+    with pytest.raises(TransferError, match="shm on another host"):
+        choose(["shm"], {"shm": elsewhere})
 
 
 def test_no_common_scheme_names_both_sides():
     with pytest.raises(TransferError, match=r"here \['tcp'\], there \['ucx'\]"):
-        choose(["tcp"], ["ucx"])
+        choose(["tcp"], {"ucx": b""})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +53,7 @@ def test_no_common_scheme_names_both_sides():
     [
         ("pigeon", "127.0.0.1", "no transport 'pigeon'"),
         ("inproc", "127.0.0.1", "needs the hub"),
+        ("shm", "127.0.0.1", "needs a region that is shared memory"),
         ("tcp", "localhost", "IP addresses"),
         ("tcp", "203.0.113.7", "cannot listen"),
     ],
@@ -65,7 +86,7 @@ def test_a_transport_listens_on_loopback_only(rig):
     source.engine.push(LeaseKey("request-1", 1), destination.name, 0, [Span(0, 64)])
     rig.until(lambda: source.saw(PushDone))
     ours = listeners() - before
-    assert rig.scheme == "inproc" or ours
+    assert rig.scheme in ("inproc", "shm") or ours
     assert all(address in LOOPBACK for _, address in ours), f"listeners beyond loopback: {ours}"
 
 
@@ -81,6 +102,8 @@ def test_links_that_ended_leave_no_descriptors(rig):
         rig.until(lambda key=key: source.saw(PushDone, key))
         rig.peers.pop(destination.name).engine.shutdown()
         rig.until(lambda lost=incarnation + 1: len(source.saw(PeerLost)) == lost)
+        del destination
+        gc.collect()  # its memory has descriptors of its own
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[-1] == counts[1], f"open descriptors after each link: {counts}"
 

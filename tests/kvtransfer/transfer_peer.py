@@ -13,8 +13,9 @@ import numpy as np
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.layout import block_spans
+from kvtransfer.memory import SharedMemory
 from kvtransfer.select import make_transport
-from kvtransfer.types import LeaseKey, PeerLost, PushFailed, Span
+from kvtransfer.types import LeaseKey, PeerLost, PushFailed, Spans
 
 BLOCK_BYTES = 256 * 1024
 BLOCKS = 32
@@ -23,7 +24,7 @@ IN_FLIGHT = 8
 NAMES = {"source": "prefill-0#1", "destination": "decode-0#1"}
 
 
-def lease_spans() -> list[Span]:
+def lease_spans() -> Spans:
     """All blocks, scattered."""
     return block_spans([index * 13 % BLOCKS for index in range(BLOCKS)], BLOCK_BYTES)
 
@@ -33,9 +34,10 @@ def lease_key(number: int) -> LeaseKey:
 
 
 def make_peer(name: str, transport: str, wake: threading.Event) -> tuple[np.ndarray, TransferEngine]:
-    memory = np.full(BLOCK_BYTES * BLOCKS, 1, np.uint8)
-    region = memoryview(memory)
-    made = make_transport(transport.split("-")[0], name, region, ucx_error_handling=transport != "ucx-shm")
+    region = memoryview(SharedMemory(BLOCK_BYTES * BLOCKS))
+    memory = np.frombuffer(region, np.uint8)
+    memory[:] = 1
+    made = make_transport(transport.split("-")[0], name, region, ucx_error_handling=transport != "ucx-nofault")
     return memory, TransferEngine(name, region, [made], wake=wake.set)
 
 

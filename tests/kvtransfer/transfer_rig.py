@@ -12,6 +12,7 @@ import pytest
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.inproc import InprocHub
+from kvtransfer.memory import SharedMemory
 from kvtransfer.select import make_transport, ucx_available
 from kvtransfer.types import LeaseKey, Span, TransferEvent
 
@@ -70,9 +71,10 @@ class Rig:
         checksums: bool = False,
         window_bytes: int = 1 << 30,
     ) -> Peer:
-        memory = np.random.default_rng(len(self.peers)).integers(0, 256, region_bytes, np.uint8)
-        region = memoryview(memory)
-        error_handling = self.transport != "ucx-shm"
+        region = memoryview(SharedMemory(region_bytes))
+        memory = np.frombuffer(region, np.uint8)
+        memory[:] = np.random.default_rng(len(self.peers)).integers(0, 256, region_bytes, np.uint8)
+        error_handling = self.transport != "ucx-nofault"
         transport = make_transport(self.scheme, name, region, hub=self._hub, ucx_error_handling=error_handling)
         engine = TransferEngine(
             name,
@@ -125,4 +127,4 @@ def transports() -> list[object]:
     """All schemes; ucx both with error handling (TCP) and without (shared memory)."""
     usable, why = ucx_available()
     skip = pytest.mark.skipif(not usable, reason=f"ucx: {why}")
-    return ["inproc", "tcp", pytest.param("ucx", marks=skip), pytest.param("ucx-shm", marks=skip)]
+    return ["inproc", "tcp", "shm", pytest.param("ucx", marks=skip), pytest.param("ucx-nofault", marks=skip)]

@@ -1,0 +1,186 @@
+"""The shm transport: between workers of one host the destination maps the source's pool, read-only, and copies.
+
+No payload travels and no kernel is asked to move any: an offer says where the bytes lie, the destination's I/O thread
+copies them block by block and acknowledges. The link's connection is a Unix socket in the abstract namespace; the
+kernel vouches that both ends belong to one user, the handshake is that of every link, and the pool's descriptor comes
+with the source's greeting (see `kvtransfer.memory` for why it can only be read).
+
+**A source that dies or gives up.** Its mapping stays valid after its death, so a copy never faults, but what was copied
+may belong to somebody else by then. The source hangs up *before* it gives memory away (a link ends first, then its
+pushes). So the destination looks at the socket *after* each copy: still connected means that the bytes were still the
+lease's, else the lease fails.
+
+Measured on 2 cores over random cold lists: reading through the kernel (`process_vm_readv`, `preadv`) gave 3-6 GB/s
+where copies in user space gave 5 at 16 KiB and 8-20 from 64 KiB; one call per block costs 0.2 µs as a memoryview, which
+keeps the interpreter lock, and 0.7 µs as a numpy array, which gives it away: small blocks go the first way, in short
+bursts, so that a decode loop in this process is not kept waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtransfer.errors import TransferError
+from kvtransfer.frames import FrameError, Header, decode_numbers
+from kvtransfer.handshake import UNIX, WiredAddress
+from kvtransfer.io_loop import IoLoop
+from kvtransfer.layout import check_spans, common_runs, group, runs
+from kvtransfer.memory import descriptor_of, map_readable
+from kvtransfer.packing import pack, unpack
+from kvtransfer.types import PeerId, Spans
+from kvtransfer.wired import Payload, Road, WiredTransport
+
+TURN_BYTES = 4 * 2**20
+"""Copied for one link before the others get their turn."""
+BURST_BYTES = 512 * 2**10
+"""Copied in small blocks before the interpreter lock is offered to others: about 100 µs."""
+SMALL_BYTES = 32 * 2**10
+
+
+def shm_transport(me: PeerId, region: memoryview) -> WiredTransport:
+    """A `Transport` between processes of one host and one user.
+
+    Raises `TransferError` when the region is not memory that can be shared (`kvtransfer.memory`).
+    """
+    descriptor = descriptor_of(region)
+    if descriptor is None:
+        raise TransferError("the transport shm needs a region that is shared memory as a whole, with a fileno()")
+
+    def make_payload(loop: IoLoop, road: Road, region: memoryview) -> Payload:
+        return ShmPayload(loop, road, region, descriptor)
+
+    return WiredTransport("shm", me, region, make_payload, host=f"{UNIX}{host_identity()}/{secrets.token_hex(8)}")
+
+
+def host_identity() -> str:
+    """The same for two processes exactly when shm can join them: kernel, network namespace, user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/net").st_ino
+    return hashlib.sha256(f"{boot} {namespace} {os.getuid()}".encode()).hexdigest()[:16]
+
+
+def is_here(address: bytes) -> bool:
+    """Whether a shm address belongs to this host and user."""
+    try:
+        return WiredAddress.unpack(address).host.startswith(f"{UNIX}{host_identity()}/")
+    except (TransferError, OSError):
+        return False
+
+
+@dataclass(slots=True)
+class _Copy:
+    """What is left of one push: source offset, destination offset and length of each run; the last one first."""
+
+    serial: int
+    runs: list[tuple[int, int, int]]
+
+
+class ShmPayload:
+    """The payload road of one link; at the destination it holds the mapping of the source's pool."""
+
+    def __init__(self, loop: IoLoop, road: Road, region: memoryview, descriptor: int) -> None:
+        self._loop = loop
+        self._road = road
+        self._region = region
+        self._descriptor = descriptor
+        self._copies: deque[_Copy] = deque()
+        self._source = memoryview(b"")
+        self._is_destination = False
+
+    def blob(self) -> bytes:
+        return pack(self._region.nbytes)
+
+    def descriptor(self) -> int:
+        return self._descriptor
+
+    def attach(self, blob: bytes) -> None:
+        """At the destination: map what came with the greeting. The source needs nothing."""
+        descriptor = self._road.connection.take_descriptor()
+        if descriptor is None:
+            return
+        try:
+            (num_bytes,) = unpack(blob)
+            self._source = memoryview(map_readable(descriptor, int(num_bytes)))
+        except (ValueError, TypeError) as error:
+            raise TransferError(f"a greeting that does not tell its pool's size: {error}") from error
+        finally:
+            os.close(descriptor)
+        self._is_destination = True
+        self._loop.before_sleep(self._progress)
+
+    def announce(self, spans: Spans) -> bytes:
+        return spans.offsets.tobytes()
+
+    def receive(self, serial: int, spans: Spans, announced: bytes) -> None:
+        """Queue the copy: neighbours at both ends as one."""
+        offsets = decode_numbers(announced).array.view("<i8")
+        if len(offsets) != len(spans):
+            raise FrameError(f"{len(offsets)} places for {len(spans)} spans")
+        theirs = Spans(offsets, spans.lengths)
+        if problem := check_spans(theirs, self._source.nbytes):
+            raise FrameError(f"the source offers what it has not: {problem}")
+        counts = common_runs(runs(theirs, TURN_BYTES), runs(spans, TURN_BYTES))
+        reads, writes = group(theirs, counts), group(spans, counts)
+        moves = zip(reads.offsets.tolist(), writes.offsets.tolist(), reads.lengths.tolist(), strict=True)
+        self._copies.append(_Copy(serial, list(moves)[::-1]))
+
+    def send(self, serial: int, spans: Spans, wanted: bytes) -> None:
+        raise FrameError("TAKE on a link whose destination copies by itself")
+
+    def data(self, header: Header) -> None:
+        raise FrameError("payload on the connection of a shm link")
+
+    def close(self) -> None:
+        self._copies.clear()
+        if self._is_destination:
+            self._loop.remove_hook(self._progress)
+            mapping = self._source.obj
+            self._source.release()
+            mapping.close()  # type: ignore[attr-defined]
+
+    def _progress(self) -> bool:
+        """Copy for one turn; True when nothing is left."""
+        budget = TURN_BYTES
+        while self._copies and budget > 0:
+            copy = self._copies[0]
+            budget -= self._turn(copy.runs, budget)
+            if not copy.runs:
+                self._copies.popleft()
+                self._finish(copy.serial)
+        return not self._copies
+
+    def _finish(self, serial: int) -> None:
+        if self._road.connection.hung_up():
+            self._road.connection.close("the source hung up while its memory was copied")
+        else:
+            self._road.payload_done(serial)
+
+    def _turn(self, moves: list[tuple[int, int, int]], budget: int) -> int:
+        """Copy runs until the budget is used up; the bytes copied."""
+        source, region = self._source, self._region
+        copied = burst = 0
+        while moves and copied < budget:
+            start, place, length = moves.pop()
+            if length > SMALL_BYTES:
+                if length > TURN_BYTES:
+                    moves.append((start + TURN_BYTES, place + TURN_BYTES, length - TURN_BYTES))
+                    length = TURN_BYTES
+                np.copyto(
+                    np.frombuffer(region, np.uint8, length, place), np.frombuffer(source, np.uint8, length, start)
+                )
+            else:
+                region[place : place + length] = source[start : start + length]
+                burst += length
+                if burst >= BURST_BYTES:
+                    burst = 0
+                    time.sleep(0)  # gives the interpreter lock away
+            copied += length
+        return copied

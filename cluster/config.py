@@ -17,7 +17,7 @@ DEFAULT_MODEL = "smollm2-135m"
 ROLES = ("prefill", "decode")
 POLICY_NAMES = ("sla", "round_robin", "least_loaded")
 LOCAL_PREFILL = ("auto", "never", "always")
-TRANSPORTS = ("ucx", "tcp", "inproc")
+TRANSPORTS = ("shm", "ucx", "tcp", "inproc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ class GatewaySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSection:
-    transports: tuple[str, ...] = ("ucx", "tcp")
-    """Best first; a pair uses the first one that both ends have."""
+    transports: tuple[str, ...] = ("shm", "ucx", "tcp")
+    """Best first; a pair uses the first one that both ends have and that can join them: shm joins workers of one host."""
     checksums: bool = False
     net_device: str = "lo"
     """Where transports listen; never everywhere unless told."""

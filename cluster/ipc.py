@@ -24,7 +24,7 @@ class RankSettings:
     engine: EngineConfig
     endpoint: str = ""
     """The control's end of the pair, `ipc://…`; control fills it in."""
-    transports: tuple[str, ...] = ("ucx", "tcp")
+    transports: tuple[str, ...] = ("shm", "ucx", "tcp")
     """Best first. One that this machine lacks is left out, with a warning; none left is an error."""
     checksums: bool = False
     host: str = "127.0.0.1"

@@ -139,7 +139,7 @@ async def no_blocks_held(worker: Control) -> None:
             assert not worker.died.done()
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ucx"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "ucx"])
 async def test_tokens_travel_through_two_real_workers(
     scheme: str, gateway: Gateway, checkpoint: Path, heard: Subscriber
 ) -> None:

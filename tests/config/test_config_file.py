@@ -178,7 +178,7 @@ BAD_VALUES = {
     "unknown policy": ("routing: {policy: fastest}", "routing.policy: is 'fastest'", "sla, round_robin, least_loaded"),
     "unknown policy as a word": ("routing: fastest", "routing: is 'fastest'", "sla, round_robin, least_loaded"),
     "unknown dtype": ("model: {dtype: int3}", "model.dtype: is 'int3'", "float32, bfloat16, float16"),
-    "unknown transport": ("transfer: {transports: [ucx, carrier-pigeon]}", "transfer.transports", "ucx, tcp, inproc"),
+    "unknown transport": ("transfer: {transports: [ucx, carrier-pigeon]}", "transfer.transports", "shm, ucx, tcp, inproc"),
     "transport twice": ("transfer: {transports: [tcp, tcp]}", "transfer.transports", "each once"),
     "no transport": ("transfer: {transports: []}", "transfer.transports: is a list of nothing", "at least one"),
     "text for a list": ("transfer: {transports: ucx}", "transfer.transports: is 'ucx'", "a list"),

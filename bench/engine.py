@@ -41,7 +41,6 @@ OURS: dict[str, dict[str, str]] = {
     "packed": {"weights": "packed"},
     "bf16": {"weights": "dense"},
     "packed, torch only": {"weights": "packed", "kernels": "torch"},
-    "bf16, torch only": {"weights": "dense", "kernels": "torch"},
 }
 
 
@@ -246,6 +245,7 @@ def read_bandwidth() -> float:
 def limits(path: Path, threads: int, bandwidth: float) -> dict[str, float]:
     packed = _runner(open_engine(path, OURS["packed"], threads))
     dense = _runner(open_engine(path, OURS["bf16"], threads))
+    packed.pool.tensor.fill_(0.01)  # memory that nobody wrote is one page of zeros, which a cache holds
     found = {"bandwidth_gb_s": round(bandwidth / 1e9, 1)}
     for batch in NEW_TOKENS:
         gap = _gap_to_products(packed, batch)
@@ -271,7 +271,7 @@ def _runner(engine: Engine) -> CpuRunner:
 
 
 def _plan(batch: int, context: int, block_size: int) -> StepPlan:
-    """One decode each, over KV that nobody wrote: how long it takes does not depend on what it says."""
+    """One decode each over any KV: how long it takes does not depend on what it says."""
     blocks = context // block_size + 1
     tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(batch)]
     return StepPlan(tuple(Chunk(str(i), (100 + i,), context, table) for i, table in enumerate(tables)))

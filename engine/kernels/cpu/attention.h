@@ -11,7 +11,7 @@
 #include "simd.h"
 
 enum PoolType : int32_t { F32 = 0, BF16_POOL = 1, F16 = 2 };
-constexpr int KEYS = 16, MOST_QUERIES = 32, MOST_HEAD_DIM = 256, PART_KEYS = 512, QUERIES_AT_ONCE = 8;
+constexpr int KEYS = 16, MOST_QUERIES = 32, MOST_HEAD_DIM = 256, PART_KEYS = 512, QUERIES_AT_ONCE = 8, AHEAD = 3;
 
 struct Pool {
     uint8_t* data;
@@ -28,9 +28,9 @@ struct Span {
     int32_t first, queries, start, table;
 };
 
-static inline f32x16 pool_load(const Pool& pool, const uint8_t* row, int i) {
-    if (pool.type == BF16_POOL) return from_bf16(row + 2 * i);
-    return pool.type == F16 ? from_half(row + 2 * i) : load<f32x16>(row + 4 * i);
+template <int TYPE> static inline f32x16 pool_load(const uint8_t* row, int i) {
+    if (TYPE == BF16_POOL) return from_bf16(row + 2 * i);
+    return TYPE == F16 ? from_half(row + 2 * i) : load<f32x16>(row + 4 * i);
 }
 static inline void pool_store(const Pool& pool, uint8_t* row, int i, f32x16 v) {
     if (pool.type == F32) store(row + 4 * i, v);
@@ -107,7 +107,8 @@ struct Attention {
         }
         for (int key = low / KEYS * KEYS; key < high; key += KEYS) {
             const int64_t block = tables[span.table + key / pool->block_size];
-            if (key + KEYS < high) expect(tables[span.table + (key + KEYS) / pool->block_size], (key + KEYS) % pool->block_size, piece.kv_head, layer);
+            const int ahead = key + AHEAD * KEYS;
+            if (ahead < high) expect(tables[span.table + ahead / pool->block_size], ahead % pool->block_size, piece.kv_head, layer);
             fetch<DIM>(block, key % pool->block_size, piece.kv_head, layer, std::min(KEYS, high - key), keys, values);
             for (int r = 0; r < rows; r += QUERIES_AT_ONCE) {
                 const Tile tile = {q, keys, values, &part, r, first, key, window};
@@ -159,18 +160,40 @@ struct Attention {
     // Keys transposed (dim, 16) and values (16, dim) of `known` tokens, the rest zero: a stale slot may hold anything.
     template <int DIM>
     void fetch(int64_t block, int offset, int head, int layer, int known, float* keys, float* values) const {
-        const int dim = DIM ? DIM : pool->head_dim;
         const uint8_t *k = pool->at(block, head, layer, 0, offset), *v = pool->at(block, head, layer, 1, offset);
-        const int64_t row = dim * pool->item_bytes();
-        for (int i = 0; i < dim; i += 16) {
-            f32x16 square[16] = {};
-            for (int t = 0; t < known; t++) {
-                square[t] = pool_load(*pool, k + t * row, i);
-                store(values + t * dim + i, pool_load(*pool, v + t * row, i));
+        const bool whole = known == KEYS;
+        if (pool->type == F32) return (whole ? fetch_as<DIM, F32, true> : fetch_as<DIM, F32, false>)(k, v, pool->head_dim, known, keys, values);
+        if (pool->type == F16) return (whole ? fetch_as<DIM, F16, true> : fetch_as<DIM, F16, false>)(k, v, pool->head_dim, known, keys, values);
+        return (whole ? fetch_as<DIM, BF16_POOL, true> : fetch_as<DIM, BF16_POOL, false>)(k, v, pool->head_dim, known, keys, values);
+    }
+
+    template <int DIM, int TYPE, bool WHOLE>
+    static void fetch_as(const uint8_t* k, const uint8_t* v, int head_dim, int some, float* keys, float* values) {
+        const int dim = DIM ? DIM : head_dim, known = WHOLE ? KEYS : some;
+        const int64_t row = dim * (TYPE == F32 ? 4 : 2);
+        int i = 0;
+        // Two neighbours in bf16 are one number of 32 bits: half the work of turning rows into columns.
+        for (; TYPE == BF16_POOL && i + 32 <= dim; i += 32) {
+            f32x16 pairs[16];
+#pragma GCC unroll 16
+            for (int t = 0; t < KEYS; t++) pairs[t] = t < known ? load<f32x16>(k + t * row + 2 * i) : f32x16{};
+            transpose16(pairs);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++) {
+                store(keys + (i + 2 * j) * KEYS, (u32x16)pairs[j] << 16);
+                store(keys + (i + 2 * j + 1) * KEYS, (u32x16)pairs[j] & 0xffff0000u);
             }
-            for (int t = known; t < KEYS; t++) store(values + t * dim + i, f32x16{});
+        }
+        for (; i < dim; i += 16) {
+            f32x16 square[16];
+#pragma GCC unroll 16
+            for (int t = 0; t < KEYS; t++) square[t] = t < known ? pool_load<TYPE>(k + t * row, i) : f32x16{};
             transpose16(square);
+#pragma GCC unroll 16
             for (int j = 0; j < 16; j++) store(keys + (i + j) * KEYS, square[j]);
+        }
+        for (int t = 0; t < KEYS; t++) {
+            for (int i = 0; i < dim; i += 16) store(values + t * dim + i, t < known ? pool_load<TYPE>(v + t * row, i) : f32x16{});
         }
     }
 
@@ -206,14 +229,21 @@ struct Attention {
             store(weights[r], p);
         }
         float* mixed = tile.part->mixed + tile.row * dim;
-        for (int i = 0; i < dim; i += 16) {
-            f32x16 sums[ROWS];
-            for (int r = 0; r < ROWS; r++) sums[r] = load<f32x16>(mixed + r * dim + i) * shrink[r];
-            for (int t = 0; t < KEYS; t++) {
-                f32x16 value = load<f32x16>(tile.values + t * dim + i);
-                for (int r = 0; r < ROWS; r++) sums[r] = fma16(value, splat(weights[r][t]), sums[r]);
+        constexpr int WIDE = DIM && ROWS <= 4 ? 4 : 1;  // enough sums at once that none waits for itself
+        for (int i = 0; i < dim; i += 16 * WIDE) {
+            f32x16 sums[ROWS][WIDE];
+            for (int r = 0; r < ROWS; r++) {
+                for (int w = 0; w < WIDE; w++) sums[r][w] = load<f32x16>(mixed + r * dim + i + 16 * w) * shrink[r];
             }
-            for (int r = 0; r < ROWS; r++) store(mixed + r * dim + i, sums[r]);
+            for (int t = 0; t < KEYS; t++) {
+                for (int w = 0; w < WIDE; w++) {
+                    f32x16 value = load<f32x16>(tile.values + t * dim + i + 16 * w);
+                    for (int r = 0; r < ROWS; r++) sums[r][w] = fma16(value, splat(weights[r][t]), sums[r][w]);
+                }
+            }
+            for (int r = 0; r < ROWS; r++) {
+                for (int w = 0; w < WIDE; w++) store(mixed + r * dim + i + 16 * w, sums[r][w]);
+            }
         }
     }
 

@@ -142,29 +142,30 @@ static inline void transpose16(f32x16 v[16]) {
     const i32x16 hi4 = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
     const i32x16 lo8 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
     const i32x16 hi8 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-    const i32x16 even = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const i32x16 odd = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-    const i32x16 front = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const i32x16 back = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+    const i32x16 even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};  // quarters 0 and 2 of each
+    const i32x16 odd = {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};  // quarters 1 and 3
     f32x16 t[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
         t[i] = __builtin_shuffle(v[i], v[i + 1], lo4);
         t[i + 1] = __builtin_shuffle(v[i], v[i + 1], hi4);
     }
     // Lane 4k + c of u[4g + c'] holds column 4k + c' of row 4g + c.
     f32x16 u[16];
+#pragma GCC unroll 4
     for (int g = 0; g < 16; g += 4) {
         u[g] = __builtin_shuffle(t[g], t[g + 2], lo8);
         u[g + 1] = __builtin_shuffle(t[g], t[g + 2], hi8);
         u[g + 2] = __builtin_shuffle(t[g + 1], t[g + 3], lo8);
         u[g + 3] = __builtin_shuffle(t[g + 1], t[g + 3], hi8);
     }
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
         f32x16 a = __builtin_shuffle(u[c], u[4 + c], even), b = __builtin_shuffle(u[c], u[4 + c], odd);
         f32x16 d = __builtin_shuffle(u[8 + c], u[12 + c], even), e = __builtin_shuffle(u[8 + c], u[12 + c], odd);
-        v[c] = __builtin_shuffle(a, d, front);
-        v[4 + c] = __builtin_shuffle(b, e, front);
-        v[8 + c] = __builtin_shuffle(a, d, back);
-        v[12 + c] = __builtin_shuffle(b, e, back);
+        v[c] = __builtin_shuffle(a, d, even);
+        v[4 + c] = __builtin_shuffle(b, e, even);
+        v[8 + c] = __builtin_shuffle(a, d, odd);
+        v[12 + c] = __builtin_shuffle(b, e, odd);
     }
 }

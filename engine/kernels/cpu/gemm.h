@@ -13,7 +13,7 @@
 #include "simd.h"
 
 enum Format : int32_t { INT4 = 0, INT8 = 1, BF16 = 2 };
-constexpr int TILE = 16, GROUP = 32, MOST_ROWS = 8;
+constexpr int TILE = 16, GROUP = 32, MOST_ROWS = 4;
 constexpr float WIDEST = 127 * 128;
 
 struct Weight {
@@ -62,88 +62,109 @@ static inline void prepare(const float* x, int inputs, int row, const Activation
     }
 }
 
-template <int FORMAT, int ROWS>
-static inline void integer_tile(const uint8_t* w, int inputs, const Activations& a, int row, f32x16* sums) {
+// TILES neighbouring tiles at once, so that each activation read serves all of them.
+template <int FORMAT, int TILES, int ROWS>
+static inline void integer_tiles(const uint8_t* w, int inputs, const Activations& a, int row, f32x16 (*sums)[ROWS]) {
     const int groups = inputs / GROUP;
-    const int64_t stride = group_bytes(FORMAT);
+    const int64_t stride = group_bytes(FORMAT), tile = stride * groups;
     for (int g = 0; g < groups; g++, w += stride) {
-        u8x64 codes[8];
-        if (FORMAT == INT4) {
-            for (int i = 0; i < 4; i++) {
-                u8x64 both = load<u8x64>(w + 64 * i);
-                codes[2 * i] = both & 15;
-                codes[2 * i + 1] = (u8x64)((u32x16)both >> 4) & 15;
+        u8x64 codes[TILES][8];
+        f32x16 scale[TILES], offset[TILES];
+        for (int n = 0; n < TILES; n++) {
+            const uint8_t* from = w + n * tile;
+            for (int i = 0; FORMAT == INT4 && i < 4; i++) {
+                u8x64 both = load<u8x64>(from + 64 * i);
+                codes[n][2 * i] = both & 15;
+                codes[n][2 * i + 1] = (u8x64)((u32x16)both >> 4) & 15;
             }
-        } else {
-            for (int i = 0; i < 8; i++) codes[i] = load<u8x64>(w + 64 * i);
+            for (int i = 0; FORMAT == INT8 && i < 8; i++) codes[n][i] = load<u8x64>(from + 64 * i);
+            scale[n] = from_half(from + stride - 64);
+            offset[n] = from_half(from + stride - 32);
         }
-        f32x16 scale = from_half(w + stride - 64), offset = from_half(w + stride - 32);
         for (int r = 0; r < ROWS; r++) {
             const int64_t at = (int64_t)(row + r) * groups + g;
             const int8_t* x = a.codes + at * 2 * GROUP;
-            i32x16 high = {}, low = {};
+            i32x16 high[TILES] = {}, low[TILES] = {};
             for (int i = 0; i < 8; i++) {
                 int32_t fours[2];
                 memcpy(fours, x + 4 * i, 4);
                 memcpy(fours + 1, x + GROUP + 4 * i, 4);
-                high = dot4(high, codes[i], fours[0]);
-                low = dot4(low, codes[i], fours[1]);
+                for (int n = 0; n < TILES; n++) {
+                    high[n] = dot4(high[n], codes[n][i], fours[0]);
+                    low[n] = dot4(low[n], codes[n][i], fours[1]);
+                }
             }
-            i32x16 dots = (high << 7) + low;
-            sums[r] = fma16(offset, splat(a.sums[at]), sums[r]);
-            sums[r] = fma16(__builtin_convertvector(dots, f32x16), scale * a.scales[at], sums[r]);
+            for (int n = 0; n < TILES; n++) {
+                f32x16 dots = __builtin_convertvector((high[n] << 7) + low[n], f32x16);
+                sums[n][r] = fma16(offset[n], splat(a.sums[at]), sums[n][r]);
+                sums[n][r] = fma16(dots, scale[n] * a.scales[at], sums[n][r]);
+            }
         }
     }
 }
 
-template <int ROWS>
-static inline void bf16_tile(const uint8_t* w, int inputs, const Activations& a, int row, f32x16* sums) {
-    f32x16 odd[ROWS] = {};  // two chains, so that one row alone does not wait for itself
+template <int TILES, int ROWS>
+static inline void bf16_tiles(const uint8_t* w, int inputs, const Activations& a, int row, f32x16 (*sums)[ROWS]) {
+    const int64_t tile = group_bytes(BF16) * (inputs / GROUP);
+    f32x16 odd[TILES][ROWS] = {};  // two chains, so that one row alone does not wait for itself
     for (int k = 0; k < inputs; k += 4, w += 128) {
-        u32x16 first = load<u32x16>(w), second = load<u32x16>(w + 64);
         for (int r = 0; r < ROWS; r++) {
             uint32_t pairs[2];
             memcpy(pairs, a.halves + (int64_t)(row + r) * inputs + k, 8);
-            sums[r] = dot2(sums[r], first, pairs[0]);
-            odd[r] = dot2(odd[r], second, pairs[1]);
+            for (int n = 0; n < TILES; n++) {
+                sums[n][r] = dot2(sums[n][r], load<u32x16>(w + n * tile), pairs[0]);
+                odd[n][r] = dot2(odd[n][r], load<u32x16>(w + n * tile + 64), pairs[1]);
+            }
         }
     }
-    for (int r = 0; r < ROWS; r++) sums[r] += odd[r];
+    for (int n = 0; n < TILES; n++) {
+        for (int r = 0; r < ROWS; r++) sums[n][r] += odd[n][r];
+    }
 }
 
 // How a tile's sums leave: replace what is there, or add to it.
 enum class Into { SET, ADD };
 
-template <int ROWS>
-static void tile_rows(const Weight& w, int tile, const Activations& a, int row, float* out, int64_t stride, Into into) {
-    const uint8_t* data = w.data + tile * tile_bytes(w);
-    f32x16 sums[ROWS] = {};
-    if (w.format == INT4) integer_tile<INT4, ROWS>(data, w.inputs, a, row, sums);
-    if (w.format == INT8) integer_tile<INT8, ROWS>(data, w.inputs, a, row, sums);
-    if (w.format == BF16) bf16_tile<ROWS>(data, w.inputs, a, row, sums);
-    const int first = tile * TILE, width = w.outputs - first < TILE ? w.outputs - first : TILE;
-    for (int r = 0; r < ROWS; r++) {
-        float* to = out + (row + r) * stride + first;
-        if (width == TILE) {
-            if (w.bias) sums[r] += load<f32x16>(w.bias + first);
-            if (into == Into::ADD) sums[r] += load<f32x16>(to);
-            store(to, sums[r]);
-            continue;
-        }
-        for (int i = 0; i < width; i++) {
-            float value = sums[r][i] + (w.bias ? w.bias[first + i] : 0.0f);
-            to[i] = into == Into::ADD ? to[i] + value : value;
-        }
+// The sums of a tile's outputs from `first` on go to `to`; the last tile of a matrix may be wider than the matrix.
+static inline void leave(const Weight& w, int first, f32x16 sums, float* to, Into into) {
+    const int width = w.outputs - first < TILE ? w.outputs - first : TILE;
+    if (width == TILE) {
+        if (w.bias) sums += load<f32x16>(w.bias + first);
+        store(to, into == Into::ADD ? load<f32x16>(to) + sums : sums);
+        return;
+    }
+    for (int i = 0; i < width; i++) {
+        const float value = w.bias ? sums[i] + w.bias[first + i] : sums[i];
+        to[i] = into == Into::ADD ? to[i] + value : value;
     }
 }
 
-// out[row][tile's outputs] for `rows` rows of prepared activations.
-static void tile_product(const Weight& w, int tile, const Activations& a, int rows, float* out, int64_t stride, Into into) {
+template <int TILES, int ROWS>
+static void tiles_rows(const Weight& w, int tile, const Activations& a, int row, float* out, int64_t stride, Into into) {
+    const uint8_t* data = w.data + tile * tile_bytes(w);
+    f32x16 sums[TILES][ROWS] = {};
+    if (w.format == INT4) integer_tiles<INT4, TILES, ROWS>(data, w.inputs, a, row, sums);
+    if (w.format == INT8) integer_tiles<INT8, TILES, ROWS>(data, w.inputs, a, row, sums);
+    if (w.format == BF16) bf16_tiles<TILES, ROWS>(data, w.inputs, a, row, sums);
+    for (int n = 0; n < TILES; n++) {
+        const int first = (tile + n) * TILE;
+        for (int r = 0; r < ROWS; r++) leave(w, first, sums[n][r], out + (row + r) * stride + first, into);
+    }
+}
+
+// out[row][outputs of `tiles` tiles] for `rows` rows of prepared activations: many rows by blocks of registers' worth,
+// few ones, which wait for memory, tile by tile.
+static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int rows, float* out, int64_t stride,
+                          Into into) {
     typedef void (*Rows)(const Weight&, int, const Activations&, int, float*, int64_t, Into);
-    static const Rows table[MOST_ROWS + 1] = {nullptr,      tile_rows<1>, tile_rows<2>, tile_rows<3>, tile_rows<4>,
-                                              tile_rows<5>, tile_rows<6>, tile_rows<7>, tile_rows<8>};
-    for (int row = 0; row < rows; row += MOST_ROWS) {
-        table[rows - row < MOST_ROWS ? rows - row : MOST_ROWS](w, tile, a, row, out, stride, into);
+    static const Rows one[] = {tiles_rows<1, 1>, tiles_rows<1, 2>, tiles_rows<1, 3>, tiles_rows<1, 4>};
+    static const Rows two[] = {tiles_rows<2, 1>, tiles_rows<2, 2>, tiles_rows<2, 3>, tiles_rows<2, 4>};
+    for (int end = tile + tiles; tile < end;) {
+        const bool pair = rows > 1 && tile + 2 <= end;
+        for (int row = 0; row < rows; row += MOST_ROWS) {
+            (pair ? two : one)[(rows - row < MOST_ROWS ? rows - row : MOST_ROWS) - 1](w, tile, a, row, out, stride, into);
+        }
+        tile += pair ? 2 : 1;
     }
 }
 

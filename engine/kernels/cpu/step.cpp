@@ -174,13 +174,16 @@ struct Walk {
     template <int N> void products(const Product (&list)[N], int rows) {
         int tiles = 0;
         for (const Product& p : list) tiles += tiles_of(p);
-        const int handful = std::max(1, tiles / (r.team.size() * 8));
+        const int handful = std::max(1, tiles / (r.team.size() * 16)) * 2;  // even: tiles are multiplied in pairs
         each(PRODUCTS, (tiles + handful - 1) / handful, [&](int item) {
-            for (int i = item * handful; i < std::min(tiles, (item + 1) * handful); i++) {
-                int tile = i;
-                const Product* p = list;
-                for (; tile >= tiles_of(*p); p++) tile -= tiles_of(*p);
-                tile_product(*p->weight, tile, r.prepared, rows, p->out, p->stride, p->into);
+            int tile = item * handful, left = std::min(handful, tiles - tile);
+            for (const Product* p = list; left > 0; p++) {
+                const int here = std::min(left, tiles_of(*p) - tile);
+                if (here > 0) {
+                    tile_products(*p->weight, tile, here, r.prepared, rows, p->out, p->stride, p->into);
+                    left -= here;
+                }
+                tile = std::max(0, tile - tiles_of(*p));
             }
         });
     }

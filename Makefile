@@ -3,18 +3,18 @@
 # make test    every test;  make check   formatter, linter, types, fresh stubs
 #
 # PYTHON  the interpreter the environment is made from      VENV   where it is; an existing one is used as it is
-# TORCH   what to install when there is no torch yet        UCX    cu12 or cu13: which UCX build
+# TORCH   what to install when there is no torch yet        UCX    cu12 or cu13; else the one that fits torch
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && exit; done; echo python3)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-UCX ?= cu12
+UCX ?=
 CONFIG ?=
 ARGS ?=
 
 RUN := $(VENV)/bin/python
-SETUP := $(PYTHON) scripts/environment.py --venv '$(VENV)' --torch '$(TORCH)' --extra $(UCX)
+SETUP := $(PYTHON) scripts/environment.py --venv '$(VENV)' --torch '$(TORCH)' --ucx '$(UCX)'
 
 .PHONY: demo serve stop doctor test check clean setup
 

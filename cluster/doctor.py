@@ -96,7 +96,7 @@ def _devices(asked: Asked) -> Iterator[Finding]:
 def _ucx(asked: Asked) -> Iterator[Finding]:
     build = next((name for name in ("ucxx-cu12", "ucxx-cu13", "ucxx") if _version(name)), None)
     if build is None or _missing("ucxx"):
-        remedy = "`pip install 'tandem-serve[cu12]'` (or cu13); both work without a GPU"
+        remedy = "`pip install 'tandem-serve[cu13]'`, or cu12 beside a torch for CUDA 12; both work without a GPU"
         yield Finding(FAIL, "ucx", "the ucxx package is absent", remedy)
         return
     from kvtransfer.select import ucx_available

@@ -2,7 +2,8 @@
 
 Standard library only, and readable by old interpreters, because it runs before anything is installed. A stamp in the
 environment holds what was installed for which `pyproject.toml`; while it matches, nothing is done. A torch that is
-already there (in the environment, or in the interpreter it is made from) is kept, whatever its build.
+already there (in the environment, or in the interpreter it is made from) is kept, whatever its build, and the UCX build
+follows it: both pin the same CUDA packages, and with another build pip goes back to a UCX from long ago.
 """
 
 import argparse
@@ -21,12 +22,22 @@ PROBE_TORCH = (
     "sys.exit(not (u.find_spec('torch') and "
     "tuple(int(p) for p in m.version('torch').split('.')[:2]) >= (2, 6)))"
 )
+# The CUDA that torch is built for, without the seconds that importing torch takes.
+PROBE_CUDA = (
+    "import importlib.util as u, os, runpy\n"
+    "where = u.find_spec('torch').submodule_search_locations[0]\n"
+    "print(runpy.run_path(os.path.join(where, 'version.py')).get('cuda') or '')"
+)
+UCX_BUILDS = ("cu12", "cu13")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", required=True, type=Path)
     parser.add_argument("--torch", required=True, help="requirement used when no torch is there yet")
+    parser.add_argument(
+        "--ucx", choices=["", *UCX_BUILDS], default="", help="UCX build; default: the one that fits torch"
+    )
     parser.add_argument("--extra", action="append", default=[])
     args = parser.parse_args()
     if sys.version_info < OLDEST and not (args.venv / "bin" / "python").exists():
@@ -37,25 +48,32 @@ def main() -> None:
     (ROOT / ".cache").mkdir(exist_ok=True)
     with open(ROOT / ".cache" / "environment.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(args.venv.absolute(), args.torch, args.extra)
+        prepare(args.venv.absolute(), args.torch, args.ucx, args.extra)
 
 
-def prepare(venv: Path, torch: str, extras: "list[str]") -> None:
+def prepare(venv: Path, torch: str, ucx: str, extras: "list[str]") -> None:
     python = venv / "bin" / "python"
     stamp = venv / ".tandem-installed"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     installed = read_stamp(stamp)
     have = set(installed.get("extras", [])) if installed.get("pyproject") == wanted else set()
-    if python.exists() and have >= set(extras):
+    ucx = ucx or next((build for build in UCX_BUILDS if build in have), "")
+    if python.exists() and ucx and have >= {ucx, *extras}:
         return
     if not python.exists():
         create(venv)
     check_pip(python)
     if not succeeds([python, "-c", PROBE_TORCH]):
         pip(python, "torch", [torch], remedy="choose another build with `make TORCH=...` or install torch yourself")
-    names = ",".join(sorted(have | set(extras)))
-    pip(python, "Tandem and what it needs", ["--editable", f"{ROOT}[{names}]"])
-    stamp.write_text(json.dumps({"pyproject": wanted, "extras": sorted(have | set(extras))}))
+    names = sorted(have | {ucx or ucx_build(python), *extras})
+    pip(python, "Tandem and what it needs", ["--editable", f"{ROOT}[{','.join(names)}]"])
+    stamp.write_text(json.dumps({"pyproject": wanted, "extras": names}))
+
+
+def ucx_build(python: Path) -> str:
+    """The UCX build that can be installed beside the torch of this environment; without CUDA, either can."""
+    cuda = subprocess.run([str(python), "-c", PROBE_CUDA], stdout=subprocess.PIPE, text=True).stdout.strip()
+    return "cu13" if cuda and int(cuda.split(".")[0]) >= 13 else "cu12"
 
 
 def read_stamp(stamp: Path) -> "dict[str, object]":

@@ -37,5 +37,5 @@ def test_an_absent_ucx_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "_version", lambda package: None if "ucxx" in package else "1")
     found = next(one for one in _findings(tmp_path) if one.what == "ucx")
     assert found.level == FAIL
-    assert "tandem-serve[cu12]" in found.remedy
+    assert "tandem-serve[cu13]" in found.remedy
     assert doctor.exit_code([found]) == 1

@@ -30,6 +30,7 @@ from cluster.text import Text
 from cluster.validate import (
     Ask,
     Given,
+    Messages,
     ModelLimits,
     RequestFailed,
     check_ask,
@@ -147,15 +148,13 @@ class Gateway:
     async def _prepare(self, ask: Ask) -> Job:
         arrival_s = self._clock()
         self._check_open(ask.n * max(1, len(ask.prompts)))
-        if ask.model not in ("", self.settings.model):
-            raise RequestFailed(Code.NOT_FOUND, f"model: unknown; this server has {self.settings.model}", "model")
-        check_ask(ask)
+        self._check_ask(ask)
         if ask.request_id in self._running:
             raise InvalidRequest("request_id", "is that of a running request")
         facts = await self._known_facts()
         class_name = pick_class(ask.sla_class, self.settings.classes, self.settings.default_class)
         sla = self.settings.classes[class_name]
-        prompts = await self._encode(ask)
+        prompts = await self._encode(ask, facts.limits)
         given = Given(
             request_id=ask.request_id or self._new_id(),
             seed=self._new_seed() if ask.seed is None else ask.seed,
@@ -170,13 +169,20 @@ class Gateway:
 
     async def encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
         """Token ids only, for the tokenize route. InvalidRequest names the field."""
-        check_ask(ask)
-        return await self._encode(ask)
+        self._check_ask(ask)
+        return await self._encode(ask, await self.limits())
 
-    async def _encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
-        length = sum(len(message["content"]) for message in ask.messages or ())
+    def _check_ask(self, ask: Ask) -> None:
+        if ask.model not in ("", self.settings.model):
+            raise RequestFailed(Code.NOT_FOUND, f"model: unknown; this server has {self.settings.model}", "model")
+        check_ask(ask)
+
+    async def _encode(self, ask: Ask, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+        length = sum(len(part) for message in ask.messages or () for part in message.values())
         length += sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, str))
-        return _encode(self.text, ask) if length <= _SHORT_TEXT else await asyncio.to_thread(_encode, self.text, ask)
+        if length <= _SHORT_TEXT:
+            return _encode(self.text, ask, limits.max_model_len)
+        return await asyncio.to_thread(_encode, self.text, ask, limits.max_model_len)
 
     # -- answering -------------------------------------------------------------------------------------------
 
@@ -327,10 +333,24 @@ def _block_size(worker: WorkerInfo) -> int:
     return int(dict(part.split("=", 1) for part in worker.layout.split())["block"])
 
 
-def _encode(text: Text, ask: Ask) -> tuple[tuple[int, ...], ...]:
+def _encode(text: Text, ask: Ask, most: int) -> tuple[tuple[int, ...], ...]:
+    """The ids of every prompt; InvalidRequest for a text that is far above `most` tokens, before it is tokenized."""
     if ask.messages is not None:
+        _check_length("messages", text, _said(ask.messages), most)
         return (text.encode_chat(ask.messages),)
+    for prompt in ask.prompts:
+        if isinstance(prompt, str):
+            _check_length("prompt", text, prompt, most)
     return tuple(text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts)
+
+
+def _said(messages: Messages) -> str:
+    return "\n".join(part for message in messages for part in message.values())
+
+
+def _check_length(field: str, text: Text, prompt: str, most: int) -> None:
+    if text.exceeds(prompt, most):
+        raise InvalidRequest(field, f"more prompt tokens than fit the model's context of {most} tokens")
 
 
 def _view(request: Request, hasher: PrefixHasher) -> RequestView:

@@ -243,8 +243,9 @@ class TokenizeBody(BaseModel):
         if self.messages is not None and self.prompt is not None:
             raise InvalidRequest("prompt", "give either prompt or messages")
         if self.messages is not None:
-            return Ask(messages=tuple(message.as_text(index) for index, message in enumerate(self.messages)))
-        return Ask(prompts=_prompts(self.prompt))
+            messages = tuple(message.as_text(index) for index, message in enumerate(self.messages))
+            return Ask(model=self.model or "", messages=messages)
+        return Ask(model=self.model or "", prompts=_prompts(self.prompt))
 
 
 def invalid(error: ValidationError) -> InvalidRequest:

@@ -5,8 +5,8 @@ Three rules that differ between servers, as they are here:
 * **BOS.** A completion's prompt gets one BOS when the tokenizer adds one, and not a second one when the text begins
   with it. A chat prompt gets exactly what its template writes, and a repeated BOS at its start counts once.
 * **Special tokens in text.** In a completion's prompt `<|im_end|>` and the like are special tokens: such a prompt is
-  written by a program that applies a template of its own. In the content of a chat message they are plain text,
-  so that a user cannot end his own turn and speak as somebody else.
+  written by a program that applies a template of its own. In the role and content of a chat message they are plain
+  text, so that a user cannot end his own turn and speak as somebody else.
 * **Answers** leave special tokens out.
 
 Everything here is read-only after loading and may be used from several threads.
@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,9 @@ from cluster.templates import ChatTemplate
 from cluster.text_gguf import read_gguf
 from engine.errors import InvalidRequest, ModelError
 
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
+_SLACK_TOKENS = 64
+"""How many tokens fewer the whole of a text may have than its beginning: a cut can fall inside a long token."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -88,6 +92,16 @@ class Text:
         if guard not in rendered:
             return self._with_one_bos(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
         return self._with_one_bos(self._encode_guarded(rendered, guard))
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether `text` has clearly more than `tokens` tokens. Reads no more of it than it takes to know: tokenizing
+        megabytes only to refuse them would cost a hundred times their size in memory."""
+        size = 4 * (tokens + _SLACK_TOKENS)
+        while size < len(text):
+            if len(self._tokenizer.encode(text[:size], add_special_tokens=False)) > tokens + _SLACK_TOKENS:
+                return True
+            size *= 2
+        return False
 
     def _with_one_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
         twice = self._bos_id is not None and list(ids[:2]) == [self._bos_id, self._bos_id]
@@ -176,14 +190,21 @@ def _chat_template(value: Any) -> str | None:
 
 def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
     """A private-use character that occurs in no message."""
-    used = set().union(*(message["content"] for message in messages)) if messages else set()
-    return next(character for code in range(0xE000, 0xF900) if (character := chr(code)) not in used)
+    used = set().union(*(part for message in messages for part in (message["role"], message["content"])))
+    unused = (character for code in chain(*_PRIVATE_USE) if (character := chr(code)) not in used)
+    guard = next(unused, None)
+    if guard is None:
+        raise InvalidRequest("messages", "hold every private-use character there is")
+    return guard
 
 
 def _guarded(message: Mapping[str, Any], special: re.Pattern[str], guard: str) -> dict[str, Any]:
     """The message with a guard inside every special token's text."""
-    content = special.sub(lambda match: match[0][:1] + guard + match[0][1:], message["content"])
-    return {**message, "content": content}
+
+    def guarded(text: str) -> str:
+        return special.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
+
+    return {**message, "role": guarded(message["role"]), "content": guarded(message["content"])}
 
 
 _BYTE_OF_CHARACTER: dict[str, int] = {}

@@ -21,6 +21,8 @@ from tandem.messages import Code
 
 MOST_ANSWERS = 128
 MOST_STOPS = 64
+MOST_TIMEOUT_S = 30 * 86_400.0
+"""What a longer timeout counts as. The clocks between processes know no "for ever" (1e300 s was in the past)."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _SEED_MASK = (1 << 63) - 1
 
@@ -144,20 +146,29 @@ def _request(
     request = Request(
         request_id=request_id or given.request_id,
         token_ids=prompt,
-        sampling=replace(ask.sampling, max_tokens=_max_tokens(ask, len(prompt), limits), seed=given.seed & _SEED_MASK),
+        sampling=replace(
+            ask.sampling,
+            max_tokens=_max_tokens(ask, len(prompt), limits),
+            top_k=min(ask.sampling.top_k, limits.vocab_size),  # the same choice, and it fits the 64 bits of a message
+            seed=given.seed & _SEED_MASK,
+        ),
         model=given.model,
         sla_class=given.class_name,
         priority=given.sla.priority if ask.priority is None else ask.priority,
         ttft_s=given.sla.ttft_s if ask.ttft_s is None else ask.ttft_s,
         itl_s=given.sla.itl_s if ask.itl_s is None else ask.itl_s,
         arrival_s=given.arrival_s,
-        deadline_s=given.arrival_s + (given.sla.timeout_s if ask.timeout_s is None else ask.timeout_s),
+        deadline_s=given.arrival_s + min(_timeout_s(ask, given.sla), MOST_TIMEOUT_S),
         cache_salt=ask.cache_salt or "",
         sequence_index=index,
     )
     validate(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
     check_fits(request, limits.kv_tokens, "the KV pool")
     return request
+
+
+def _timeout_s(ask: Ask, sla: SlaClass) -> float:
+    return sla.timeout_s if ask.timeout_s is None else ask.timeout_s
 
 
 def _max_tokens(ask: Ask, prompt_tokens: int, limits: ModelLimits) -> int:

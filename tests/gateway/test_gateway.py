@@ -7,10 +7,10 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from scripted import PIECES, Bench, ScriptedRouter, bench, ids, until, worker
+from scripted import PIECES, VOCAB, Bench, ScriptedRouter, bench, ids, toy_text, until, worker
 
 from cluster.gateway import Job, Piece
-from cluster.validate import Ask, RequestFailed
+from cluster.validate import MOST_TIMEOUT_S, Ask, RequestFailed
 from engine.hashing import GRANULE
 from engine.types import FinishReason, SamplingParams
 from tandem.messages import Abort, Code, Delta
@@ -266,6 +266,10 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
         (_ask(max_tokens=0), "max_tokens"),
         (_ask(max_tokens=508), "max_tokens"),
         (_ask((1,) * 512), "prompt"),
+        (_ask("x" * 512), "prompt"),
+        (_ask("x" * 100_000), "prompt"),
+        (Ask(messages=({"role": "user", "content": "x" * 100_000},)), "messages"),
+        (Ask(messages=({"role": "x" * 100_000, "content": "x"},)), "messages"),
         (Ask(prompts=("a",), n=0), "n"),
         (Ask(prompts=("a",), cache_salt=""), "cache_salt"),
         (Ask(prompts=("a",), sla_class="gold"), "sla_class"),
@@ -292,6 +296,37 @@ async def test_a_request_larger_than_the_kv_pool_is_refused_with_its_capacity() 
         assert refusal.code is Code.INVALID
         assert "64 tokens" in refusal.message
         assert "KV pool" in (await _refusal(made, _ask((1,) * 60, max_tokens=10))).message
+
+
+class _Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+async def test_a_text_far_above_the_context_is_refused_without_tokenizing_all_of_it() -> None:
+    text = toy_text()
+    counting = _Counting(text._tokenizer)
+    text._tokenizer = counting  # type: ignore[assignment]
+    async with bench(text=text) as made:
+        assert "512 tokens" in (await _refusal(made, _ask("x" * 1_000_000))).message
+        assert counting.characters < 5_000
+
+
+async def test_a_timeout_without_end_and_a_top_k_without_bound_are_served() -> None:
+    async with bench() as made:
+        ask = Ask(prompts=("a",), timeout_s=1e300, sampling=SamplingParams(max_tokens=40, top_k=10**30))
+        (request,) = (await made.gateway.prepare(ask)).requests
+        assert request.deadline_s is not None
+        assert request.deadline_s - request.arrival_s == MOST_TIMEOUT_S
+        assert request.sampling.top_k == VOCAB
+        assert (await _text(made, ask))[0] == "Hello, world"
 
 
 async def test_an_unknown_model_is_not_found_and_not_repeated() -> None:

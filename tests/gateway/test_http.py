@@ -529,6 +529,8 @@ async def test_models_health_readiness_metrics_and_tokenize() -> None:
         assert (await client.post("/tokenize", json={"prompt": "ab"})).json() == {"count": 2, "tokens": ids("ab")}
         assert (await client.post("/tokenize", json=HI)).json()["tokens"][0] == 257
         _error(await client.post("/tokenize", json={"prompt": ""}), 400, "prompt")
+        _error(await client.post("/tokenize", json={"prompt": "x" * 100_000}), 400, "prompt")
+        _error(await client.post("/tokenize", json={"prompt": "a", "model": "gpt"}), 404, "model")
         _error(await client.post("/tokenize", json=HI | {"prompt": "a"}), 400, "prompt")
 
 

@@ -11,7 +11,8 @@
 #include "simd.h"
 
 enum PoolType : int32_t { F32 = 0, BF16_POOL = 1, F16 = 2 };
-constexpr int KEYS = 16, MOST_QUERIES = 32, MOST_HEAD_DIM = 256, PART_KEYS = 512, QUERIES_AT_ONCE = 8, AHEAD = 3;
+constexpr int KEYS = 16, MOST_QUERIES = 32, MOST_HEAD_DIM = 256, PART_KEYS = 512, QUERIES_AT_ONCE = 8;
+constexpr int AHEAD = 2 * KEYS;  // how far before their use keys are asked for
 
 struct Pool {
     uint8_t* data;
@@ -19,7 +20,8 @@ struct Pool {
 
     int64_t item_bytes() const { return type == F32 ? 4 : 2; }
     uint8_t* at(int64_t block, int head, int layer, int value, int64_t offset) const {
-        return data + ((((block * kv_heads + head) * layers + layer) * 2 + value) * block_size + offset) * head_dim * item_bytes();
+        const int64_t run = ((block * kv_heads + head) * layers + layer) * 2 + value;
+        return data + (run * block_size + offset) * head_dim * item_bytes();
     }
 };
 
@@ -77,7 +79,9 @@ struct Attention {
             for (int query = (span.queries - 1) / together * together; query >= 0; query -= together) {
                 const int queries = span.queries - query < together ? span.queries - query : together;
                 for (int head = 0; head < pool->kv_heads; head++) {
-                    for (int part = 0; part < cut; part++) pieces.push_back({s, head, query, queries, part, cut, slot + part});
+                    for (int part = 0; part < cut; part++) {
+                        pieces.push_back({s, head, query, queries, part, cut, slot + part});
+                    }
                     if (cut > 1) slot += cut;
                 }
             }
@@ -107,11 +111,12 @@ struct Attention {
         }
         for (int key = low / KEYS * KEYS; key < high; key += KEYS) {
             const int64_t block = tables[span.table + key / pool->block_size];
-            const int ahead = key + AHEAD * KEYS;
-            if (ahead < high) expect(tables[span.table + ahead / pool->block_size], ahead % pool->block_size, piece.kv_head, layer);
             fetch<DIM>(block, key % pool->block_size, piece.kv_head, layer, std::min(KEYS, high - key), keys, values);
             for (int r = 0; r < rows; r += QUERIES_AT_ONCE) {
-                const Tile tile = {q, keys, values, &part, r, first, key, window};
+                const int next = std::min(key + AHEAD, high - 1) / KEYS * KEYS;
+                const int64_t next_block = tables[span.table + next / pool->block_size];
+                const uint8_t* coming = pool->at(next_block, piece.kv_head, layer, 0, next % pool->block_size);
+                const Tile tile = {q, keys, values, coming, &part, r, first, key, window};
                 several<DIM>(tile, std::min(QUERIES_AT_ONCE, rows - r));
             }
         }
@@ -141,6 +146,7 @@ struct Attention {
     // Sixteen keys against the query rows from `row` on; the piece's first query stands at position `first`.
     struct Tile {
         const float *q, *keys, *values;
+        const uint8_t* coming;  // keys in the pool that are next but one
         Part* part;
         int row, first, key, window;
     };
@@ -148,27 +154,23 @@ struct Attention {
     float* slot(int64_t index, int member) { return parted.data() + index * slot_floats() + member * (pool->head_dim + 2); }
     const float* slot(int64_t index, int member) const { return const_cast<Attention*>(this)->slot(index, member); }
 
-    // Blocks lie far apart, so the processor cannot guess the next one: name it early.
-    void expect(int64_t block, int offset, int head, int layer) const {
-        const int64_t bytes = KEYS * pool->head_dim * pool->item_bytes();
-        for (int value = 0; value < 2; value++) {
-            const uint8_t* next = pool->at(block, head, layer, value, offset);
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-        }
-    }
-
     // Keys transposed (dim, 16) and values (16, dim) of `known` tokens, the rest zero: a stale slot may hold anything.
     template <int DIM>
     void fetch(int64_t block, int offset, int head, int layer, int known, float* keys, float* values) const {
         const uint8_t *k = pool->at(block, head, layer, 0, offset), *v = pool->at(block, head, layer, 1, offset);
-        const bool whole = known == KEYS;
-        if (pool->type == F32) return (whole ? fetch_as<DIM, F32, true> : fetch_as<DIM, F32, false>)(k, v, pool->head_dim, known, keys, values);
-        if (pool->type == F16) return (whole ? fetch_as<DIM, F16, true> : fetch_as<DIM, F16, false>)(k, v, pool->head_dim, known, keys, values);
-        return (whole ? fetch_as<DIM, BF16_POOL, true> : fetch_as<DIM, BF16_POOL, false>)(k, v, pool->head_dim, known, keys, values);
+        if (pool->type == F32) return fetch_as<DIM, F32>(k, v, known, keys, values);
+        if (pool->type == F16) return fetch_as<DIM, F16>(k, v, known, keys, values);
+        return fetch_as<DIM, BF16_POOL>(k, v, known, keys, values);
+    }
+
+    template <int DIM, int TYPE>
+    void fetch_as(const uint8_t* k, const uint8_t* v, int known, float* keys, float* values) const {
+        if (known == KEYS) columns<DIM, TYPE, true>(k, v, pool->head_dim, known, keys, values);
+        else columns<DIM, TYPE, false>(k, v, pool->head_dim, known, keys, values);
     }
 
     template <int DIM, int TYPE, bool WHOLE>
-    static void fetch_as(const uint8_t* k, const uint8_t* v, int head_dim, int some, float* keys, float* values) {
+    static void columns(const uint8_t* k, const uint8_t* v, int head_dim, int some, float* keys, float* values) {
         const int dim = DIM ? DIM : head_dim, known = WHOLE ? KEYS : some;
         const int64_t row = dim * (TYPE == F32 ? 4 : 2);
         int i = 0;
@@ -193,7 +195,9 @@ struct Attention {
             for (int j = 0; j < 16; j++) store(keys + (i + j) * KEYS, square[j]);
         }
         for (int t = 0; t < KEYS; t++) {
-            for (int i = 0; i < dim; i += 16) store(values + t * dim + i, t < known ? pool_load<TYPE>(v + t * row, i) : f32x16{});
+            for (int i = 0; i < dim; i += 16) {
+                store(values + t * dim + i, t < known ? pool_load<TYPE>(v + t * row, i) : f32x16{});
+            }
         }
     }
 
@@ -216,7 +220,14 @@ struct Attention {
         const int dim = DIM ? DIM : pool->head_dim;
         f32x16 even[ROWS] = {}, odd[ROWS] = {};
         const float* q = tile.q + tile.row * dim;
+        const int64_t bytes = pool->item_bytes() * KEYS * 2, to_values = pool->item_bytes() * pool->block_size * dim;
         for (int i = 0; i < dim; i += 2) {
+            // Blocks lie far apart, so the processor cannot guess the next one. It is asked for line by line between
+            // products: all at once they would wait for one another, and the products for them.
+            for (int64_t line = i / 2 * bytes; tile.row == 0 && line < (i / 2 + 1) * bytes; line += 64) {
+                __builtin_prefetch(tile.coming + line);
+                __builtin_prefetch(tile.coming + to_values + line);
+            }
             f32x16 first = load<f32x16>(tile.keys + i * KEYS), second = load<f32x16>(tile.keys + (i + 1) * KEYS);
             for (int r = 0; r < ROWS; r++) {
                 even[r] = fma16(first, splat(q[r * dim + i]), even[r]);

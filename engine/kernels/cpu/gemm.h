@@ -6,9 +6,9 @@
 //   int8   32 inputs: 512 bytes of codes, then the same
 //   bf16    2 inputs: 16 pairs
 // Bytes of codes lie as [input / 4][output][4]; for int4 the low half of a byte belongs to an even quad of inputs, the
-// high half to the odd quad after it. Integer products take activations as 15-bit numbers with one scale per group, in two
-// bytes: with 8 bits logits move by several percent, with 15 less than by bf16. One row costs the same, weights being what
-// it waits for.
+// high half to the odd quad after it. Integer products take activations as 15-bit numbers with one scale per group, in
+// two bytes: with 8 bits logits move by several percent, with 15 less than by bf16. One row costs the same, weights being
+// what it waits for.
 #pragma once
 #include "simd.h"
 
@@ -140,7 +140,8 @@ static inline void leave(const Weight& w, int first, f32x16 sums, float* to, Int
 }
 
 template <int TILES, int ROWS>
-static void tiles_rows(const Weight& w, int tile, const Activations& a, int row, float* out, int64_t stride, Into into) {
+static void tiles_rows(const Weight& w, int tile, const Activations& a, int row, float* out, int64_t stride,
+                       Into into) {
     const uint8_t* data = w.data + tile * tile_bytes(w);
     f32x16 sums[TILES][ROWS] = {};
     if (w.format == INT4) integer_tiles<INT4, TILES, ROWS>(data, w.inputs, a, row, sums);
@@ -154,15 +155,16 @@ static void tiles_rows(const Weight& w, int tile, const Activations& a, int row,
 
 // out[row][outputs of `tiles` tiles] for `rows` rows of prepared activations: many rows by blocks of registers' worth,
 // few ones, which wait for memory, tile by tile.
-static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int rows, float* out, int64_t stride,
-                          Into into) {
+static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int rows, float* out,
+                          int64_t stride, Into into) {
     typedef void (*Rows)(const Weight&, int, const Activations&, int, float*, int64_t, Into);
     static const Rows one[] = {tiles_rows<1, 1>, tiles_rows<1, 2>, tiles_rows<1, 3>, tiles_rows<1, 4>};
     static const Rows two[] = {tiles_rows<2, 1>, tiles_rows<2, 2>, tiles_rows<2, 3>, tiles_rows<2, 4>};
     for (int end = tile + tiles; tile < end;) {
         const bool pair = rows > 1 && tile + 2 <= end;
         for (int row = 0; row < rows; row += MOST_ROWS) {
-            (pair ? two : one)[(rows - row < MOST_ROWS ? rows - row : MOST_ROWS) - 1](w, tile, a, row, out, stride, into);
+            const int some = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+            (pair ? two : one)[some - 1](w, tile, a, row, out, stride, into);
         }
         tile += pair ? 2 : 1;
     }

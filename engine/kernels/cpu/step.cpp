@@ -126,7 +126,8 @@ struct Walk {
         each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
         products(heads, tokens);
         each(REST, tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
-        each(ATTENTION, (int)r.attention.pieces.size(), [&](int i) { attend(r.attention.pieces[i], index, (int)l.window); });
+        each(ATTENTION, (int)r.attention.pieces.size(),
+             [&](int i) { attend(r.attention.pieces[i], index, (int)l.window); });
         each(REST, tokens, [&](int t) {
             float* row = mixed + (int64_t)t * r.heads_width();
             r.attention.merge(t, row);

@@ -38,7 +38,7 @@ class Team {
         meet();
     }
 
-    // Within `run`: call `body(item)` for every item of 0 … count - 1, once over all threads, then wait for all of them.
+    // Within `run`: call `body(item)` for every item of 0 … count - 1, once over all threads; then all meet.
     template <class Body> void share(int count, const Body& body) {
         for (int item; (item = items_.fetch_add(1, std::memory_order_relaxed)) < count;) body(item);
         meet();

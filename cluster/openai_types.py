@@ -171,8 +171,18 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart]
     name: str | None = None
 
+    # What an answer that is sent back as it came has besides; with a value they would change the prompt.
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+
     def as_text(self, index: int) -> dict[str, str]:
         """Role and content, text parts joined by line ends; the template sees nothing else."""
+        for name in ("refusal", "annotations", "audio", "tool_calls", "function_call"):
+            if getattr(self, name):
+                raise InvalidRequest(f"messages.{index}.{name}", "is not supported")
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         if any(part.type != "text" for part in self.content):

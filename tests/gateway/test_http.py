@@ -331,6 +331,17 @@ async def test_openais_fields_that_change_nothing_are_accepted() -> None:
         assert (await client.post(CHAT, json=HI | extra)).status_code == 200
 
 
+async def test_an_answer_may_be_sent_back_as_it_came_for_the_next_turn() -> None:
+    async with served() as (_, client):
+        said = (await client.post(CHAT, json=HI)).json()["choices"][0]["message"]
+        sdk = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+        for answer in (said, said | sdk):
+            turn = {"messages": [*HI["messages"], answer, {"role": "user", "content": "and?"}]}
+            assert (await client.post(CHAT, json=turn)).status_code == 200
+        call = {"messages": [*HI["messages"], said | {"tool_calls": [{"id": "1"}]}]}
+        _error(await client.post(CHAT, json=call), 400, "messages.1.tool_calls")
+
+
 MALFORMED = {
     "broken": b'{"prompt": "a"',
     "list": b"[]",

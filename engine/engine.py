@@ -93,6 +93,7 @@ class Engine:
             hash_root=root,
         )
         hasher = PrefixHasher(config.prefix_hash, root) if config.prefix_caching else None
+        self._config = config
         self._runner = runner
         self._clock = clock
         self._memory = memory
@@ -114,6 +115,8 @@ class Engine:
         if self._roster.slots.total and mover is not None:
             probe(mover, facts.block_bytes, self._copy_rate, clock)
         self._generated = 0
+        self._pending: list[Progress] = []
+        """What an adoption ended at once, told by the next step."""
         # Set when a plan came out empty, cleared by whatever could change that: so that nobody spins.
         self._stuck = False
         self._first_deadline: float | None = None
@@ -164,7 +167,8 @@ class Engine:
     def adopt(self, request: Request, first: tuple[Token, ...]) -> None:
         """The leased blocks hold the prompt's KV and `first` was generated already: run from there.
 
-        Raises ValueError when there is no such lease, when `first` is empty, or when `first` ends the request.
+        `first` are the tokens generated so far; of a request with several sequences, the alternatives that its held
+        prefill told. Raises ValueError when there is no such lease, when `first` is empty or ends the request.
         """
         seq = self._roster.by_id.get(request.request_id)
         if seq is None or seq.state is not State.LEASED:
@@ -173,18 +177,19 @@ class Engine:
             raise ValueError(f"{request.request_id} was leased for another prompt")
         if not first or not self._goes_on(seq, first):
             raise ValueError(f"{request.request_id} has nothing left to generate after {first}")
-        self._roster.adopt(seq, first)
+        self._roster.adopt(seq, () if seq.family else first)
+        if seq.family:
+            self._pending += self._scheduler.branch(seq, first)
         self._expect(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request in any state, its blocks come back now; False when it is not here. No Progress follows."""
-        seq = self._roster.by_id.get(request_id)
-        if seq is None or seq.done:
-            return False
-        _log.debug("%s ends as %s while %s", request_id, reason, seq.state)
-        self._roster.end(seq)
-        self._stuck = False
-        return True
+        sequences = [seq for seq in self._roster.of(request_id) if not seq.done]
+        for seq in sequences:
+            _log.debug("%s ends as %s while %s", seq.name, reason, seq.state)
+            self._roster.end(seq)
+        self._stuck = self._stuck and not sequences
+        return bool(sequences)
 
     def release(self, request_id: str) -> None:
         """A held request is done with; its full blocks stay as prefix cache. Unknown ids are ignored."""
@@ -215,7 +220,7 @@ class Engine:
         if self._first_deadline is not None and self._first_deadline <= self._clock():
             return True
         roster = self._roster
-        return not self._stuck and bool(roster.waiting or roster.swapped or roster.running)
+        return bool(self._pending) or (not self._stuck and bool(roster.waiting or roster.swapped or roster.running))
 
     def next_deadline(self) -> float | None:
         """A time at or before which nobody's deadline passes: call `step` again then, even without work."""
@@ -223,9 +228,10 @@ class Engine:
 
     def step(self, now: float) -> StepResult | None:
         """Plan, run, sample, apply; None when there was nothing to do."""
-        expired = self._expired(now)
+        expired = tuple(self._pending) + self._expired(now)
+        self._pending.clear()
         plan = self._scheduler.plan(now)
-        moves = plan.preempted or plan.swap_in
+        moves = plan.preempted or plan.swap_in or plan.copies
         self._stuck = not plan.chunks and not moves
         if not plan.chunks and not moves:
             return StepResult(expired, now, 0.0, plan) if expired else None
@@ -239,16 +245,18 @@ class Engine:
         """Carry the plan's swaps out; says something only when that failed."""
         out = [pair for swap in plan.swap_out for pair in swap.pairs]
         back = [pair for swap in plan.swap_in for pair in swap.pairs]
-        if self._mover is None or not (out or back):
+        if self._mover is None or not (out or plan.copies or back):
             return ()
         started_s = self._clock()
         try:
             self._mover.out(out)
+            self._mover.copy(plan.copies)
             self._mover.back(back)
         except Exception as error:  # Whatever a device can raise: those whose KV it held end, the engine does not.
             _log.exception("swapping failed")
             return self._scheduler.swap_failed(plan, f"{type(error).__name__}: {error}")
-        self._copy_rate.observe((len(out) + len(back)) * self.info.block_bytes, self._clock() - started_s)
+        if not plan.copies:
+            self._copy_rate.observe((len(out) + len(back)) * self.info.block_bytes, self._clock() - started_s)
         return ()
 
     def _carried_out(self, plan: StepPlan) -> tuple[Progress, ...]:
@@ -316,13 +324,31 @@ class Engine:
 
     def _check(self, request: Request, *, prompt_only: bool = False) -> None:
         info = self.info
-        if request.request_id in self._roster.by_id:
+        if self._roster.of(request.request_id):
             raise InvalidRequest("request_id", f"{request.request_id!r} is already here")
         validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len, prompt_only=prompt_only)
+        if request.branching is not None:
+            self._check_branching(request, request.branching.beam_width)
         capacity = info.total_blocks * info.block_size
         check_fits(request, capacity, "the KV pool", prompt_only=prompt_only)
 
+    def _check_branching(self, request: Request, width: int) -> None:
+        info = self.info
+        if self._mover is None:
+            raise InvalidRequest("n", "this engine cannot copy blocks, so a request has one sequence")
+        if not width:
+            return
+        # Beams are in the pool all at once. What they share they find again only in a prefix cache.
+        shared = len(request.token_ids) // info.block_size if self._config.prefix_caching else 0
+        whole = -(-(len(request.token_ids) + request.sampling.max_tokens) // info.block_size)
+        needed = shared + width * (whole - shared)
+        if needed > info.total_blocks:
+            message = f"{width} needs up to {needed} blocks; the KV pool has {info.total_blocks}"
+            raise InvalidRequest("beam_width", message)
+
     def _goes_on(self, seq: Sequence, first: tuple[Token, ...]) -> bool:
+        if seq.family:
+            return any(self._scheduler.finish_reason(seq.request, token, 1) is None for token in first)
         reasons = (self._scheduler.finish_reason(seq.request, token, i) for i, token in enumerate(first, 1))
         return all(reason is None for reason in reasons)
 

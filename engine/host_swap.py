@@ -30,6 +30,12 @@ class HostSwap:
             host[slot].copy_(self._pool.tensor[block], non_blocking=True)
         self._settle()
 
+    def copy(self, pairs: Pairs) -> None:
+        """Within the pool: (source block, target block)."""
+        for source, target in pairs:
+            self._pool.tensor[target].copy_(self._pool.tensor[source], non_blocking=True)
+        self._settle()
+
     def back(self, pairs: Pairs) -> None:
         """Swap space to pool: (block, slot)."""
         host = self._memory()

@@ -17,6 +17,13 @@ class TokenCounts:
         self._size = len(self._ids)
         self._slot_of: dict[int, int] = {int(token): slot for slot, token in enumerate(self._ids)}
 
+    def copy(self) -> TokenCounts:
+        """The same counts, going their own way from here."""
+        twin = TokenCounts(())
+        twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
+        twin._size, twin._slot_of = self._size, dict(self._slot_of)
+        return twin
+
     @property
     def ids(self) -> NDArray[np.int64]:
         """int64 (distinct,), a view: tokens seen in prompt or output."""

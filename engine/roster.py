@@ -13,12 +13,16 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from engine.blocks import BlockPool
+from engine.family import Family
 from engine.hashing import GRANULE, PrefixHasher
 from engine.sequence import Sequence, State
 from engine.swap import SwapSlots
 from engine.types import Request, Swap, Token
 
 _by_order = attrgetter("order")
+
+Copies = tuple[tuple[int, int], ...]
+"""(block, fresh block) pairs."""
 
 
 class Roster:
@@ -29,6 +33,8 @@ class Roster:
         self.slots = SwapSlots(swap_slots)
         self.block_size = block_size
         self.by_id: dict[str, Sequence] = {}
+        """By name, which is the request's id for all but the forks."""
+        self.families: dict[str, Family] = {}
         self.waiting: list[Sequence] = []
         """Most urgent first, as the next two."""
         self.swapped: list[Sequence] = []
@@ -55,7 +61,7 @@ class Roster:
         """Waiting → running, with blocks for all its tokens; False when they and room to grow are not there."""
         # Prompt log-probabilities come out of computing; one token at least always does.
         hits = [] if seq.wants_prompt_logprobs else self._match(seq, len(seq.tokens) - 1)
-        if not self._provide(seq, hits, self._headroom()):
+        if not self._provide(seq, hits, self._headroom(seq)):
             return False
         self._leave(self.waiting, seq)
         seq.state = State.RUNNING
@@ -74,8 +80,8 @@ class Roster:
         promised = self._blocks_for(first) if first else 0
         seq = self._new(request, now, State.LEASED)
         hits = self._match(seq, seq.prompt_len)
-        if not self._provide(seq, hits, self._headroom() + promised):
-            del self.by_id[request.request_id]
+        if not self._provide(seq, hits, self._headroom(seq) + promised):
+            self._forget(seq)
             return None
         self._leases += 1
         seq.computed = len(hits) * self.block_size
@@ -94,17 +100,45 @@ class Roster:
 
     # -- on ------------------------------------------------------------------------------------------------------
 
-    def grow(self, seq: Sequence) -> bool:
-        """One more block for a running sequence, if there is one."""
+    def grow(self, seq: Sequence) -> Copies | None:
+        """A block of its own for a running sequence's next token, and what must be copied into it first; None when
+        there is no block."""
         blocks = self.pool.allocate(1)
         if blocks is None:
-            return False
-        seq.blocks.extend(blocks)
-        return True
+            return None
+        index = seq.computed // self.block_size
+        if index == len(seq.blocks):
+            seq.blocks.extend(blocks)
+            return ()
+        shared = seq.blocks[index]
+        seq.set_blocks([*seq.blocks[:index], *blocks, *seq.blocks[index + 1 :]])
+        self.pool.release([shared])
+        return ((shared, blocks[0]),)
 
     def needs_block(self, seq: Sequence) -> bool:
-        """Whether the next token's KV has no place yet."""
-        return seq.computed >= len(seq.blocks) * self.block_size
+        """Whether the next token's KV has no place yet, or one that others hold too."""
+        index = seq.computed // self.block_size
+        return index >= len(seq.blocks) or (seq.family is not None and self.pool.is_shared(seq.blocks[index]))
+
+    def fork(self, seq: Sequence, index: int) -> Sequence:
+        """Another sequence of the request that shares all blocks of `seq` and its place in the queues."""
+        assert seq.family is not None, f"{seq.name} has no family"
+        seq.family.numbered += 1
+        twin = seq.fork(index, seq.family.numbered)
+        self.pool.retain(seq.blocks)
+        twin.set_blocks(list(seq.blocks))
+        self.by_id[twin.name] = twin
+        seq.family.members.append(twin)
+        insort(self.running if seq.state is State.RUNNING else self.waiting, twin, key=_by_order)
+        return twin
+
+    def of(self, request_id: str) -> tuple[Sequence, ...]:
+        """The request's sequences that are here."""
+        family = self.families.get(request_id)
+        if family is not None:
+            return tuple(family.members)
+        seq = self.by_id.get(request_id)
+        return () if seq is None else (seq,)
 
     def advance(self, seq: Sequence, tokens: int) -> None:
         """`tokens` more positions are in the pool; full blocks become findable."""
@@ -148,7 +182,7 @@ class Roster:
         self.preemptions += 1
         self.swap_preemptions += 1
         insort(self.swapped, seq, key=_by_order)
-        return Swap(seq.request_id, tuple(zip(used, slots, strict=True)))
+        return Swap(seq.name, tuple(zip(used, slots, strict=True)))
 
     def swap_in(self, seq: Sequence) -> Swap | None:
         """Swapped → running in other blocks, into which the pairs must be copied; None when they are not there.
@@ -156,7 +190,7 @@ class Roster:
         What the prefix cache still holds needs no copy.
         """
         hits = self._match(seq, seq.computed)
-        if not self._provide(seq, hits, self._headroom()):
+        if not self._provide(seq, hits, self._headroom(seq)):
             return None
         pairs = tuple(zip(seq.blocks, seq.slots, strict=False))[len(hits) :]
         self.slots.give_back(seq.slots)
@@ -164,7 +198,7 @@ class Roster:
         self._leave(self.swapped, seq)
         seq.state = State.RUNNING
         insort(self.running, seq, key=_by_order)
-        return Swap(seq.request_id, pairs)
+        return Swap(seq.name, pairs)
 
     def park(self, seq: Sequence) -> None:
         """Running → held: blocks stay until `end`."""
@@ -188,7 +222,7 @@ class Roster:
         self._give_back(seq)
         self.slots.give_back(seq.slots)
         seq.state = State.ENDED
-        del self.by_id[seq.request_id]
+        self._forget(seq)
 
     # -- references of transfers ---------------------------------------------------------------------------------
 
@@ -228,7 +262,7 @@ class Roster:
         owners = Counter(self._retained)
         for seq in self.by_id.values():
             owners.update(seq.blocks)
-            story = f"{seq.request_id} ({seq.state}, computed {seq.computed} of {len(seq.tokens)}, blocks {seq.blocks})"
+            story = f"{seq.name} ({seq.state}, computed {seq.computed} of {len(seq.tokens)}, blocks {seq.blocks})"
             assert (seq in self.waiting) == (seq.state is State.WAITING), f"{story}: waiting list disagrees"
             assert (seq in self.running) == (seq.state is State.RUNNING), f"{story}: running list disagrees"
             assert (seq in self.swapped) == (seq.state is State.SWAPPED), f"{story}: swapped list disagrees"
@@ -242,7 +276,7 @@ class Roster:
         self.slots.check([slot for seq in self.by_id.values() for slot in seq.slots])
         for queue in (self.waiting, self.swapped, self.running):
             assert queue == sorted(queue, key=_by_order), "a queue is out of order"
-            assert all(self.by_id.get(seq.request_id) is seq for seq in queue), "a queue holds a stranger"
+            assert all(self.by_id.get(seq.name) is seq for seq in queue), "a queue holds a stranger"
         self.pool.check(owners)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -250,12 +284,24 @@ class Roster:
     def _new(self, request: Request, now: float, state: State, *, hold: bool = False) -> Sequence:
         self._number += 1
         seq = Sequence(request, arrived_s=now, number=self._number, state=state, hold=hold)
-        self.by_id[request.request_id] = seq
+        self.by_id[seq.name] = seq
+        if seq.family is not None:
+            self.families[request.request_id] = seq.family
+            seq.family.members.append(seq)
         return seq
 
-    def _headroom(self) -> int:
-        """One block for each sequence that will grow, so that a newcomer is not preempted at once."""
-        return len(self.running) + self._leases
+    def _forget(self, seq: Sequence) -> None:
+        del self.by_id[seq.name]
+        if seq.family is not None:
+            seq.family.members.remove(seq)
+            if not seq.family.members:
+                self.families.pop(seq.request_id, None)
+
+    def _headroom(self, seq: Sequence) -> int:
+        """One block for each sequence that will grow, so that a newcomer is not preempted at once. Siblings wait for
+        it instead."""
+        siblings = sum(other.family is seq.family for other in self.running) if seq.family is not None else 0
+        return len(self.running) - siblings + self._leases
 
     def _blocks_for(self, seq: Sequence) -> int:
         return -(-len(seq.tokens) // self.block_size)

@@ -81,6 +81,18 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token | None]:
     return [None if token is None else told.get(i) or Token(token) for i, token in enumerate(ids)]
 
 
+def likeliest(row: Tensor, count: int, forbidden: Sequence[int] = ()) -> tuple[Token, ...] | None:
+    """The `count` most probable tokens of float32 (vocab,) without the forbidden ones, best first, with their
+    log-probabilities; None when the logits are not finite."""
+    logprobs = torch.log_softmax(row, dim=-1)
+    if not bool(torch.isfinite(logprobs).all()):
+        return None
+    if forbidden:
+        logprobs[torch.tensor(forbidden, device=row.device)] = -torch.inf
+    values, ids = torch.topk(logprobs, min(count, len(row) - len(forbidden)))
+    return tuple(Token(token, value) for token, value in zip(ids.tolist(), values.tolist(), strict=True))
+
+
 def prompt_logprobs(logits: Tensor, followers: Sequence[int], top: int) -> tuple[Token, ...]:
     """Log-probabilities of the token that followed each row of float32 (len(followers), vocab), with the `top` best."""
     return tuple(_tokens(torch.log_softmax(logits, dim=-1), list(followers), [top] * len(followers)))

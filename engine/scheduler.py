@@ -28,10 +28,12 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from engine.beams import Beam, BeamSearch
 from engine.budget import least_share, prompt_tokens_within, step_limit_s
 from engine.config import EngineConfig
+from engine.family import Family
 from engine.preemption import cost_of, swaps, told
-from engine.roster import Roster
+from engine.roster import Copies, Roster
 from engine.sequence import Sequence, State, finish_reason
 from engine.step_times import StepShape, StepTimeModel, shape_of
 from engine.swap import CopyRate
@@ -49,6 +51,8 @@ class Outcome:
     of the prompt tokens at positions start + 1 …, if they were asked for. `error` ends the sequence."""
 
     token: Token | None = None
+    alternatives: tuple[Token, ...] = ()
+    """In place of `token`, when the request has several sequences: first tokens, or a beam's likeliest next ones."""
     prompt_logprobs: tuple[Token, ...] = ()
     error: str = ""
 
@@ -63,6 +67,7 @@ class _Draft:
     shares: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     swap_out: list[Swap] = field(default_factory=list)
+    copies: Copies = ()
     swap_in: list[Swap] = field(default_factory=list)
     blocked: Sequence | None = None
     refusals: int = 0
@@ -73,13 +78,13 @@ class _Draft:
     def give(self, seq: Sequence, tokens: int) -> None:
         if tokens <= 0:
             return
-        if seq.request_id not in self.shares:
+        if seq.name not in self.shares:
             self.seats -= 1
-        self.shares[seq.request_id] = self.shares.get(seq.request_id, 0) + tokens
+        self.shares[seq.name] = self.shares.get(seq.name, 0) + tokens
         self.tokens -= tokens
 
     def take_back(self, seq: Sequence) -> None:
-        tokens = self.shares.pop(seq.request_id, 0)
+        tokens = self.shares.pop(seq.name, 0)
         self.tokens += tokens
         self.seats += bool(tokens)
 
@@ -164,7 +169,11 @@ class Scheduler:
 
     def _has_block(self, seq: Sequence, draft: _Draft) -> bool:
         roster = self._roster
-        while roster.needs_block(seq) and not roster.grow(seq):
+        while roster.needs_block(seq):
+            copies = roster.grow(seq)
+            if copies is not None:
+                draft.copies += copies
+                continue
             done = next((other for other in roster.running if other.done), None)
             if done is not None:  # A row kept only because its batch goes on yields first.
                 roster.end(done)
@@ -173,25 +182,30 @@ class Scheduler:
                     return False
                 continue
             victim = roster.running[-1]
-            if victim is seq is roster.running[0]:
+            if all(other in _together(seq) for other in roster.running):
                 return False  # Held, leased or in transfer: those end without our help, and giving up gains nothing.
-            self._preempt(victim, draft)
-            if victim is seq:
+            for one in _together(victim):
+                if one.state is State.RUNNING:
+                    self._preempt(one, draft)
+            if seq.state is not State.RUNNING:
                 return False
         return True
 
     def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+        draft.take_back(victim)
         roster, config = self._roster, self._config
         kept = roster.kept_by_others(victim)
         rate = self._copy_rate.bytes_per_s
         cost = cost_of(victim.computed, kept, config.block_size, self._block_bytes, self._times.times, rate)
-        swapped = swaps(config.preemption, cost, room=roster.may_swap_out(victim))
+        # Beams share most of what they hold: they find it again in the prefix cache, not in copies for each.
+        room = len(_together(victim)) == 1 and roster.may_swap_out(victim)
+        swapped = swaps(config.preemption, cost, room=room)
         if swapped:
             draft.swap_out.append(roster.swap_out(victim))
         else:
             roster.preempt(victim)
-        draft.preempted.append(victim.request_id)
-        draft.notes.append(told(victim.request_id, cost, swapped=swapped))
+        draft.preempted.append(victim.name)
+        draft.notes.append(told(victim.name, cost, swapped=swapped))
 
     def _bring_back(self, draft: _Draft) -> None:
         """Swapped-out sequences, most urgent first, as far as there is room. Who was just preempted would only take
@@ -238,16 +252,16 @@ class Scheduler:
     def _candidates(self, draft: _Draft) -> Iterator[Sequence]:
         """Who has prompt work: running ones, and the front of the queue."""
         for seq in self._roster.running:
-            if not seq.decoding and seq.request_id not in draft.shares:
+            if not seq.decoding and not seq.paused and seq.name not in draft.shares:
                 yield seq
         # Who was just preempted would only take back what it gave.
         if not draft.preempted:
             front = self._roster.waiting[: 2 * self._config.max_num_seqs]
-            yield from (seq for seq in front if seq.preemptions) if self._static else front
+            yield from (seq for seq in front if not seq.paused and (seq.preemptions or not self._static))
 
     def _give_share(self, seq: Sequence, draft: _Draft, tokens: int) -> None:
-        if draft.seats or seq.request_id in draft.shares:
-            draft.give(seq, min(tokens, draft.tokens, seq.remaining - draft.shares.get(seq.request_id, 0)))
+        if draft.seats or seq.name in draft.shares:
+            draft.give(seq, min(tokens, draft.tokens, seq.remaining - draft.shares.get(seq.name, 0)))
 
     def _enters(self, seq: Sequence, draft: _Draft) -> bool:
         """Whether this sequence is running, or can be from now on."""
@@ -322,6 +336,7 @@ class Scheduler:
             tuple(draft.preempted),
             "; ".join([reason if chunks else "nothing can run", *draft.notes]),
             tuple(draft.swap_out),
+            draft.copies,
             tuple(draft.swap_in),
         )
 
@@ -333,37 +348,46 @@ class Scheduler:
         if seq.wants_prompt_logprobs and start < seq.prompt_len - 1 and end >= len(seq.prompt_logprobs):
             logits = "all"
         table = seq.table(-(-end // self._roster.block_size))
-        return Chunk(seq.request_id, tuple(seq.tokens[start:end]), start, table, logits)
+        return Chunk(seq.name, tuple(seq.tokens[start:end]), start, table, logits)
 
     # -- after the step ------------------------------------------------------------------------------------------
 
     def applied(self, plan: StepPlan, outcomes: Seq[Outcome]) -> tuple[Progress, ...]:
         """Take the step's outcome in: one `Outcome` per chunk, in the plan's order."""
-        pairs = zip(plan.chunks, outcomes, strict=True)
-        progress = [self._apply(self._roster.by_id[chunk.request_id], chunk, outcome) for chunk, outcome in pairs]
+        told: list[Progress] = []
+        for chunk, outcome in zip(plan.chunks, outcomes, strict=True):
+            seq = self._roster.by_id.get(chunk.request_id)
+            if seq is not None and not seq.done:  # Else a sibling's error ended it.
+                told += self._apply(seq, chunk, outcome)
         if self._static:
             self._close_batch()
-        return tuple(one for one in progress if one is not None)
+        return tuple(told)
 
-    def _apply(self, seq: Sequence, chunk: Chunk, outcome: Outcome) -> Progress | None:
-        if seq.done:
-            return None
+    def _apply(self, seq: Sequence, chunk: Chunk, outcome: Outcome) -> tuple[Progress, ...]:
         if outcome.error:
             # Logits that are not finite come from KV that is not: nobody else shall find it.
-            return self.end(seq, FinishReason.ERROR, outcome.error, spoilt=True)
+            return (self.end(seq, FinishReason.ERROR, outcome.error, spoilt=True),)
         self._roster.advance(seq, len(chunk.token_ids))
         told = self._told(seq, chunk.start, outcome.prompt_logprobs)
+        if outcome.alternatives:
+            return self.branch(seq, outcome.alternatives, told)
         if outcome.token is None:
-            return Progress(seq.request_id, seq.computed, cached_tokens=seq.cached_tokens)
-        seq.append(outcome.token.token_id)
-        finish = self.finish_reason(seq.request, outcome.token, seq.generated)
+            return (Progress(seq.request_id, seq.computed, cached_tokens=seq.cached_tokens, index=seq.index),)
+        return self._took(seq, outcome.token, told)
+
+    def _took(self, seq: Sequence, token: Token, told: tuple[Token, ...] = ()) -> tuple[Progress, ...]:
+        """The next token of a sequence is there."""
+        family = seq.family
+        seq.append(token.token_id)
+        finish = self.finish_reason(seq.request, token, seq.generated)
         progress = Progress(
             seq.request_id,
             seq.computed,
-            (outcome.token,),
+            (token,),
             finish,
             prompt_logprobs=told,
             cached_tokens=seq.cached_tokens,
+            index=seq.index,
         )
         if seq.hold:
             self._roster.park(seq)
@@ -371,7 +395,71 @@ class Scheduler:
             seq.done = True
         elif finish is not None:
             self._roster.end(seq)
-        return progress
+        if family is None or not family.withheld:
+            return (progress,)
+        family.collect(seq.index, token, finish)
+        return () if any(not member.done for member in family.members) else family.results()
+
+    def branch(
+        self, seq: Sequence, alternatives: tuple[Token, ...], told: tuple[Token, ...] = ()
+    ) -> tuple[Progress, ...]:
+        """A sequence of several has reached its end: `alternatives` are the first tokens of all of them, or the
+        likeliest next ones of this beam."""
+        family = seq.family
+        assert family is not None, f"{seq.name} has no family"
+        if seq.hold:
+            self._roster.park(seq)
+            ends = {self.finish_reason(seq.request, token, 1) for token in alternatives}
+            finish = next(iter(ends)) if len(ends) == 1 else None
+            return (Progress(seq.request_id, seq.computed, alternatives, finish, "", told, seq.cached_tokens),)
+        note = (
+            (Progress(seq.request_id, seq.computed, prompt_logprobs=told, cached_tokens=seq.cached_tokens),)
+            if told
+            else ()
+        )
+        if family.search is not None:
+            return note + self._beam(seq, family, family.search, alternatives)
+        family.forked = True
+        forks = [seq, *(self._roster.fork(seq, index) for index in range(1, len(alternatives)))]
+        return note + tuple(
+            one for twin, token in zip(forks, alternatives, strict=True) for one in self._took(twin, token)
+        )
+
+    def _beam(
+        self, seq: Sequence, family: Family, search: BeamSearch, continuations: tuple[Token, ...]
+    ) -> tuple[Progress, ...]:
+        family.ready[seq.name] = continuations
+        seq.paused = True
+        if len(family.ready) < len(family.members):
+            return ()
+        beams = tuple(family.members)
+        beams_on = search.advance(
+            [family.ready[beam.name] for beam in beams],
+            [beam.tokens[beam.prompt_len :] for beam in beams],
+            lambda token_id, length: self.finish_reason(seq.request, Token(token_id), length),
+        )
+        family.ready.clear()
+        if search.over:
+            results = family.results()
+            for beam in beams:
+                self._roster.end(beam)
+            return results
+        self._go_on(family, beams, beams_on)
+        return ()
+
+    def _go_on(self, family: Family, beams: tuple[Sequence, ...], going: list[Beam]) -> None:
+        """Each continuation gets a sequence: the first of a beam its own, others a fork; a beam without one ends."""
+        children: list[Sequence] = []
+        for beam in going:
+            parent = beams[beam.parent]
+            children.append(self._roster.fork(parent, 0) if parent in children else parent)
+        for beam, child in zip(going, children, strict=True):
+            child.append(beam.token_id)
+            child.paused = False
+        for parent in beams:
+            if parent not in children:
+                self._roster.end(parent)
+        family.members = children
 
     def finish_reason(self, request: Request, token: Token, generated: int) -> FinishReason | None:
         """Whether this token, the `generated`-th one, ends the request."""
@@ -400,8 +488,12 @@ class Scheduler:
         moved = (swap.request_id for swap in (*plan.swap_out, *plan.swap_in))
         return self._end_all(dict.fromkeys((*moved, *(chunk.request_id for chunk in plan.chunks))), error)
 
-    def _end_all(self, request_ids: Iterable[str], error: str) -> tuple[Progress, ...]:
-        return tuple(self.end(self._roster.by_id[name], FinishReason.ERROR, error) for name in request_ids)
+    def _end_all(self, names: Iterable[str], error: str) -> tuple[Progress, ...]:
+        return self._end_each([self._roster.by_id[name] for name in names], FinishReason.ERROR, error)
+
+    def _end_each(self, sequences: Iterable[Sequence], reason: FinishReason, error: str = "") -> tuple[Progress, ...]:
+        # One that ends may take its siblings with it.
+        return tuple(self.end(seq, reason, error) for seq in sequences if seq.state is not State.ENDED)
 
     def expire(self, now: float) -> tuple[Progress, ...]:
         """End everybody waiting, swapped out or running whose deadline has passed."""
@@ -411,10 +503,21 @@ class Scheduler:
             for seq in queue
             if seq.request.deadline_s is not None and seq.request.deadline_s <= now and not seq.done
         ]
-        return tuple(self.end(seq, FinishReason.DEADLINE) for seq in late)
+        return self._end_each(late, FinishReason.DEADLINE)
 
     def end(self, seq: Sequence, reason: FinishReason, error: str = "", *, spoilt: bool = False) -> Progress:
-        """End a sequence in any state, and say so."""
-        progress = Progress(seq.request_id, seq.computed, (), reason, error, cached_tokens=seq.cached_tokens)
-        self._roster.end(seq, spoilt=spoilt)
+        """End a sequence in any state, and say so. Where results are told at the end only, its siblings end too."""
+        progress = Progress(
+            seq.request_id, seq.computed, (), reason, error, cached_tokens=seq.cached_tokens, index=seq.index
+        )
+        withheld = seq.family is not None and seq.family.withheld
+        for one in tuple(seq.family.members) if seq.family is not None and withheld else (seq,):
+            self._roster.end(one, spoilt=spoilt)
         return progress
+
+
+def _together(seq: Sequence) -> tuple[Sequence, ...]:
+    """Who is preempted when it is: all beams of a search, which can only go on together."""
+    if seq.family is not None and seq.family.search is not None:
+        return tuple(seq.family.members)
+    return (seq,)

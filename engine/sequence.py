@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from engine.family import Family
 from engine.hashing import GRANULE, PrefixHasher
 from engine.penalties import TokenCounts
 from engine.types import FinishReason, Request, SamplingParams, Token
@@ -44,10 +45,14 @@ class Sequence:
         "computed",
         "counts",
         "done",
+        "family",
         "hold",
+        "index",
         "keys",
+        "name",
         "order",
         "passes",
+        "paused",
         "plain_greedy",
         "preemptions",
         "prompt_len",
@@ -63,11 +68,16 @@ class Sequence:
     def __init__(self, request: Request, *, arrived_s: float, number: int, state: State, hold: bool = False) -> None:
         sampling = request.sampling
         self.request = request
+        self.name = request.request_id
+        self.index = 0
+        self.family = Family(request, request.branching) if request.branching is not None else None
+        self.paused = False
+        """A beam whose continuations are known, while those of others are not."""
         self.state = state
         self.hold = hold
         self.arrived_s = arrived_s
         # Priority plus age at any moment sorts as priority minus arrival, which never changes.
-        self.order = (arrived_s / AGEING_S - request.priority, number)
+        self.order = (arrived_s / AGEING_S - request.priority, number, 0)
         self.tokens = list(request.token_ids)
         self.prompt_len = len(request.token_ids)
         self.computed = 0
@@ -83,8 +93,19 @@ class Sequence:
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and state is State.WAITING
         self.prompt_logprobs: list[Token] = []
         self.counts = TokenCounts(request.token_ids) if penalised(sampling) else None
-        self.plain_greedy = is_plain_greedy(sampling)
+        self.plain_greedy = is_plain_greedy(sampling) and not (self.family is not None and self.family.withheld)
         self._table: tuple[int, ...] = ()
+
+    def fork(self, index: int, number: int) -> Sequence:
+        """Another sequence of the same request at the same place, without blocks."""
+        twin = Sequence(self.request, arrived_s=self.arrived_s, number=0, state=self.state)
+        twin.name, twin.index, twin.family = f"{self.request_id}#{number}", index, self.family
+        twin.order = (*self.order[:2], number)
+        twin.tokens, twin.computed, twin.keys = list(self.tokens), self.computed, list(self.keys)
+        twin.published, twin.preemptions, twin.cached_tokens = self.published, self.preemptions, self.cached_tokens
+        twin.wants_prompt_logprobs = False
+        twin.counts = self.counts.copy() if self.counts is not None else None
+        return twin
 
     @property
     def request_id(self) -> str:

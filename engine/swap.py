@@ -22,6 +22,9 @@ class BlockMover(Protocol):
     def out(self, pairs: Pairs) -> None:
         """Pool to swap space: (block, slot)."""
 
+    def copy(self, pairs: Pairs) -> None:
+        """Within the pool: (source block, target block)."""
+
     def back(self, pairs: Pairs) -> None:
         """Swap space to pool: (block, slot)."""
 

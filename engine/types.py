@@ -48,8 +48,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """How one request becomes several sequences that share its prompt."""
+
+    n: int = 1
+    """Sequences to return; each with its own `sequence_index`, counted from the request's."""
+    best_of: int | None = None
+    """Sequences to generate, of which the `n` with the best mean log-probability are returned, all at the end."""
+    beam_width: int = 0
+    """Above 0: beam search, which returns the `n` best of its beams, at the end; temperature plays no part."""
+    length_penalty: float = 1.0
+    """A finished beam's score is its log-probability divided by its length to this power."""
+    early_stopping: str = "no"
+    """When beam search ends: `yes`, with the first `beam_width` finished; `no`, when a running beam as it stands is no
+    better than the worst finished one; `never`, when it could not become so at any length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate. Randomness is a pure function of (seed, sequence_index, position)."""
+    """One sequence to generate, or several by `branching`. Randomness is a pure function of (seed, sequence_index,
+    position)."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -65,6 +83,8 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     sequence_index: int = 0
+    branching: Branching | None = None
+    """None: one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +128,9 @@ class Swap:
 class StepPlan:
     """What one step computes, decided by the scheduler and printable; the runner only carries it out.
 
-    Before it runs, `swap_out` is copied to swap space and then `swap_in` back into the pool. `preempted` names all who
-    lost their blocks, swapped out or not.
+    Before it runs, `swap_out` is copied to swap space, then `copies` within the pool, then `swap_in` back into it.
+    `preempted` names all who lost their blocks, swapped out or not. Of a request with several sequences the first goes
+    by the request's id, the others by that and `#` and a number, here and in chunks.
     """
 
     chunks: tuple[Chunk, ...]
@@ -117,6 +138,8 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     reason: str = ""
     swap_out: tuple[Swap, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    """(block, fresh block) of sequences about to write into a block that others hold too."""
     swap_in: tuple[Swap, ...] = ()
 
     @property
@@ -130,7 +153,8 @@ class Progress:
 
     `computed_tokens` counts positions whose KV is now in the pool; every block wholly below it is final and may be
     sent away. `tokens` are newly sampled ones. A sequence with a `finish` is gone from the engine unless it was
-    submitted with `hold`, in which case its blocks stay until `Engine.release`.
+    submitted with `hold`, in which case its blocks stay until `Engine.release`; of a held request with several
+    sequences `tokens` are the alternatives for its first token.
     """
 
     request_id: str
@@ -141,6 +165,10 @@ class Progress:
     prompt_logprobs: tuple[Token, ...] = ()
     """Complete, on the step that ends the prompt, when asked for; entry 0 has no log-probability."""
     cached_tokens: int = 0
+    index: int = 0
+    """Which of the request's sequences; after beam search or `best_of` its rank."""
+    score: float | None = None
+    """Of beam search and `best_of`, with all tokens of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import isfinite
 
 from engine.errors import InvalidRequest
-from engine.types import Request, SamplingParams
+from engine.types import Branching, Request, SamplingParams
 
 MOST_LOGPROBS = 20
+MOST_SEQUENCES = 128
+EARLY_STOPPING = ("yes", "no", "never")
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -29,6 +31,8 @@ def validate(request: Request, *, vocab_size: int, max_model_len: int, prompt_on
         raise InvalidRequest("token_ids", "the prompt is empty")
     check_token_ids("token_ids", request.token_ids, vocab_size)
     validate_sampling(request.sampling, vocab_size=vocab_size)
+    if request.branching is not None:
+        validate_branching(request.branching, request.sampling)
     for name in ("ttft_s", "itl_s", "arrival_s", "deadline_s"):
         value = getattr(request, name)
         if value is not None and not isfinite(value):
@@ -74,6 +78,40 @@ def validate_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         check_range("logit_bias", bias, *BIAS_RANGE)
     if any(not text for text in sampling.stop):
         raise InvalidRequest("stop", "holds an empty string, which would stop before the first token")
+
+
+def validate_branching(branching: Branching, sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for several sequences, or beams, that make no sense together."""
+    check_range("n", branching.n, 1, MOST_SEQUENCES)
+    check_range("beam_width", branching.beam_width, 0, MOST_SEQUENCES)
+    check_range("length_penalty", branching.length_penalty, -10.0, 10.0)
+    if branching.early_stopping not in EARLY_STOPPING:
+        raise InvalidRequest("early_stopping", f"is {branching.early_stopping!r}; it must be yes, no or never")
+    if branching.best_of is not None:
+        check_range("best_of", branching.best_of, branching.n, MOST_SEQUENCES)
+    if branching.beam_width:
+        _validate_beams(branching, sampling)
+
+
+def _validate_beams(branching: Branching, sampling: SamplingParams) -> None:
+    if branching.n > branching.beam_width:
+        raise InvalidRequest("n", f"is {branching.n}; of {branching.beam_width} beams at most as many can be returned")
+    if branching.best_of is not None:
+        raise InvalidRequest("best_of", "has no meaning in beam search")
+    plain = SamplingParams()
+    for name in _NOT_WITH_BEAMS:
+        if getattr(sampling, name) != getattr(plain, name):
+            raise InvalidRequest(name, "has no meaning in beam search")
+
+
+_NOT_WITH_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+)
 
 
 def check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -252,8 +252,22 @@ class SamplingParams(_message.Message):
     prompt_logprobs: int
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_biases: _Optional[_Iterable[float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
+class Branching(_message.Message):
+    __slots__ = ("n", "best_of", "beam_width", "length_penalty", "early_stopping")
+    N_FIELD_NUMBER: _ClassVar[int]
+    BEST_OF_FIELD_NUMBER: _ClassVar[int]
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    n: int
+    best_of: int
+    beam_width: int
+    length_penalty: float
+    early_stopping: str
+    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ...) -> None: ...
+
 class Request(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "model", "sla_class", "priority", "ttft_s", "itl_s", "age_s", "time_left_s", "cache_salt", "sequence_index")
+    __slots__ = ("request_id", "token_ids", "sampling", "model", "sla_class", "priority", "ttft_s", "itl_s", "age_s", "time_left_s", "cache_salt", "sequence_index", "branching")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +280,7 @@ class Request(_message.Message):
     TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BRANCHING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -278,7 +293,8 @@ class Request(_message.Message):
     time_left_s: float
     cache_salt: str
     sequence_index: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., age_s: _Optional[float] = ..., time_left_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., sequence_index: _Optional[int] = ...) -> None: ...
+    branching: Branching
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., sla_class: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., age_s: _Optional[float] = ..., time_left_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., sequence_index: _Optional[int] = ..., branching: _Optional[_Union[Branching, _Mapping]] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("ids", "scores")

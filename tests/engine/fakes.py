@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.engine import Engine, ModelFacts
 from engine.errors import TandemError
-from engine.types import Progress, Request, SamplingParams, StepPlan, Token
+from engine.types import Branching, Progress, Request, SamplingParams, StepPlan, Token
 
 VOCAB = 97
 EOS = 95
@@ -100,6 +100,11 @@ class FakeSwap:
         for block, slot in pairs:
             self.memory[slot] = list(self.runner.memory[block])
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._fail()
+        for source, target in pairs:
+            self.runner.memory[target] = list(self.runner.memory[source])
+
     def back(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._fail()
         for block, slot in pairs:
@@ -158,6 +163,9 @@ _ids = itertools.count()
 
 def make_request(prompt: Sequence[int], request_id: str = "", **fields) -> Request:  # type: ignore[no-untyped-def]
     """Greedy and past EOS unless told otherwise; sampling fields and request fields in one list."""
+    several = {name: fields.pop(name) for name in tuple(fields) if name in Branching.__dataclass_fields__}
+    if several:
+        fields["branching"] = Branching(**several)
     own = {name: fields.pop(name) for name in tuple(fields) if name in Request.__dataclass_fields__}
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8, **fields}
     request_id = request_id or f"r{next(_ids)}"

@@ -1,8 +1,11 @@
-"""How fast blocks move between two processes of this machine: `python -m bench.transfer`.
+"""How fast blocks move between two processes of this machine: `python -m bench.transfer [--peers DIR]`.
 
 For each transport and block size a source process pushes a random list of blocks into a random list at this process,
-from a pool much larger than any cache, several rounds; the median counts. The yardstick, measured in the same run, is
-one thread copying the same cold lists inside one process. The last line is JSON.
+from a pool much larger than any cache. The lists are new in each round; the clock runs from the word "go" to the last
+byte. Yardsticks of the same run: one thread copying such lists inside one process, and with `--peers` NIXL
+(over what it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR (see
+`bench.transfer_peers`). Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
+wheel brings it, is shown for information: it reuses one hot buffer. Medians count; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -10,34 +13,87 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.layout import block_spans
+from kvtransfer.memory import SharedMemory
 from kvtransfer.select import make_transport, ucx_available
-from kvtransfer.types import LeaseKey, PushDone, PushFailed, Received, ReceiveFailed, Span, TransferEvent
+from kvtransfer.types import LeaseKey, PushDone, PushFailed, Received, ReceiveFailed, Spans, TransferEvent
 
 KIB = 1024
 BLOCK_KIB = (16, 64, 368, 2048)
 POOL_BYTES = 256 * 2**20
 ROUND_BYTES = 64 * 2**20
 PUSH_BYTES = 8 * 2**20
+LATENCY_KIB = 368
 LATENCY_ROUNDS = 100
 STEP_TIMEOUT_S = 60.0
 
-TRANSPORTS = {"tcp": ("tcp", True), "ucx": ("ucx", True), "ucx_shared_memory": ("ucx", False)}
-"""Name in the report: scheme, UCX error handling. The last does not survive a killed peer and is never the best."""
-SAFE = ("tcp", "ucx")
+TRANSPORTS = {
+    "shm": ("shm", True),
+    "tcp": ("tcp", True),
+    "ucx": ("ucx", True),
+    "ucx_shared_memory": ("ucx", False),
+}
+"""Name in the report: scheme, UCX error handling. The last does not survive a killed peer and is never chosen."""
+CHOSEN = "shm"
+"""What workers of one host use by default."""
+PEERS = {
+    "nixl": ("nixl", {"UCX_NET_DEVICES": "lo"}),
+    "nixl_tcp": ("nixl", {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp"}),
+    "mooncake": ("mooncake", {}),
+}
+"""Name in the report: name in `bench.transfer_peers`, environment."""
+
+
+class Course(Protocol):
+    """A connected pair that moves one list per call."""
+
+    def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
+        """Seconds until all bytes are in place."""
+        ...
+
+
+def block_ids(seed: int, block_bytes: int, num_bytes: int) -> list[int]:
+    """Random blocks of the pool, each once."""
+    return random.Random(seed).sample(range(POOL_BYTES // block_bytes), max(1, num_bytes // block_bytes))
+
+
+# -- one thread, one process -------------------------------------------------------------------------------------------
+
+
+class CopyCourse:
+    """The yardstick: one numpy copy per block."""
+
+    def __init__(self) -> None:
+        self._source, self._target = np.ones(POOL_BYTES, np.uint8), np.zeros(POOL_BYTES, np.uint8)
+
+    def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
+        source, target = self._source, self._target
+        reads = [block * block_bytes for block in block_ids(seed, block_bytes, num_bytes)]
+        writes = [block * block_bytes for block in block_ids(~seed, block_bytes, num_bytes)]
+        start_s = time.perf_counter()
+        for read, write in zip(reads, writes, strict=True):
+            target[write : write + block_bytes] = source[read : read + block_bytes]
+        return time.perf_counter() - start_s
+
+
+# -- ours: two processes -----------------------------------------------------------------------------------------------
 
 
 class Worker:
@@ -45,8 +101,8 @@ class Worker:
 
     def __init__(self, name: str, transport: str) -> None:
         scheme, error_handling = TRANSPORTS[transport]
-        self.pool = np.full(POOL_BYTES, len(name), np.uint8)
-        region = self.pool.data
+        region = memoryview(SharedMemory(POOL_BYTES))
+        np.frombuffer(region, np.uint8)[:] = len(name)
         self._news = threading.Event()
         made = make_transport(scheme, name, region, ucx_error_handling=error_handling)
         self.engine = TransferEngine(name, region, [made], wake=self._news.set)
@@ -68,13 +124,7 @@ def _refuse_failures(event: TransferEvent) -> None:
         raise RuntimeError(f"a transfer failed: {event}")
 
 
-def block_list(seed: int, block_bytes: int, num_bytes: int) -> list[Span]:
-    """Random blocks of the pool, each once."""
-    ids = random.Random(seed).sample(range(POOL_BYTES // block_bytes), max(1, num_bytes // block_bytes))
-    return block_spans(ids, block_bytes)
-
-
-def push_all(worker: Worker, key: LeaseKey, peer: str, spans: Sequence[Span]) -> int:
+def push_all(worker: Worker, key: LeaseKey, peer: str, spans: Spans) -> int:
     """In pushes of about `PUSH_BYTES`, as chunks of a prompt would be; how many."""
     step = max(1, PUSH_BYTES // spans[0].length)
     starts = range(0, len(spans), step)
@@ -84,91 +134,193 @@ def push_all(worker: Worker, key: LeaseKey, peer: str, spans: Sequence[Span]) ->
 
 
 def serve_source(transport: str) -> None:
-    """The child: reads `address`, then `push KEY SEED BLOCK_BYTES NUM_BYTES` lines, answers with seconds."""
+    """The child: reads the address, then per round a list to make and "go"; answers with seconds."""
     worker = Worker("source#1", transport)
     scheme = TRANSPORTS[transport][0]
     worker.engine.connect("destination#1", scheme, bytes.fromhex(sys.stdin.readline().strip()))
     print("ready", flush=True)
     for line in sys.stdin:
         number, seed, block_bytes, num_bytes = map(int, line.split())
-        spans = block_list(seed, block_bytes, num_bytes)
+        spans = block_spans(block_ids(seed, block_bytes, num_bytes), block_bytes)
+        print("ready", flush=True)
+        sys.stdin.readline()
         start_s = time.perf_counter()
         worker.wait((PushDone,), push_all(worker, LeaseKey("bench", number), "destination#1", spans))
         print(time.perf_counter() - start_s, flush=True)
     worker.engine.shutdown()
 
 
-@contextmanager
-def two_processes(transport: str) -> Iterator[tuple[Worker, subprocess.Popen[str]]]:
-    """This process as the destination, a child as the source, connected."""
-    worker = Worker("destination#1", transport)
-    command = [sys.executable, "-m", "bench.transfer", "--serve", transport]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(worker.engine.addresses()[0][1].hex() + "\n")
-        child.stdin.flush()
-        child.stdout.readline()
-        yield worker, child
-        child.stdin.close()
-        child.wait(STEP_TIMEOUT_S)
-    worker.engine.shutdown()
+class OurCourse:
+    """This process as the destination, a child as the source."""
 
-
-class Course:
-    """One connected pair, measured over and over."""
-
-    def __init__(self, worker: Worker, child: subprocess.Popen[str]) -> None:
+    def __init__(self, worker: Worker, child: Child) -> None:
         self._worker = worker
         self._child = child
         self._number = 0
+        self.known_s = 0.0
+        """Seconds of the last round until the source knew that all had arrived."""
 
-    def move(self, block_bytes: int, num_bytes: int) -> tuple[float, float]:
-        """Seconds until all is received here, seconds until the source knows."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
+    def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
         self._number += 1
         key = LeaseKey("bench", self._number)
-        spans = block_list(2 * self._number, block_bytes, num_bytes)
+        self._child.say(f"{self._number} {seed} {block_bytes} {num_bytes}")
+        spans = block_spans(block_ids(~seed, block_bytes, num_bytes), block_bytes)
         self._worker.engine.open(key, "source#1", spans)
         pushes = -(-len(spans) // max(1, PUSH_BYTES // block_bytes))
-        self._child.stdin.write(f"{self._number} {2 * self._number + 1} {block_bytes} {num_bytes}\n")
+        self._child.hear()
         start_s = time.perf_counter()
-        self._child.stdin.flush()
+        self._child.say("go")
         self._worker.wait((Received,), pushes)
         received_s = time.perf_counter() - start_s
-        known_s = float(self._child.stdout.readline())
+        self.known_s = float(self._child.hear())
         self._worker.engine.close(key)
-        return received_s, known_s
+        return received_s
 
 
-def copy_gb_per_s(block_bytes: int, rounds: int) -> float:
-    """One thread, one process, the same kind of lists between two pools."""
-    source, destination = np.ones(POOL_BYTES, np.uint8), np.zeros(POOL_BYTES, np.uint8)
-    rates = []
-    for number in range(rounds + 1):
-        reads = block_list(2 * number + 1, block_bytes, ROUND_BYTES)
-        writes = block_list(2 * number, block_bytes, ROUND_BYTES)
-        start_s = time.perf_counter()
-        for read, write in zip(reads, writes, strict=True):
-            destination[write.offset : write.offset + write.length] = source[read.offset : read.offset + read.length]
-        rates.append(len(reads) * block_bytes / (time.perf_counter() - start_s) / 1e9)
-    return statistics.median(rates[1:])
+_CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+"""Taken before ucxx loads: it writes settings of its own into the environment, which would slow NIXL down tenfold."""
 
 
-def measure(transport: str, rounds: int) -> dict[str, float]:
-    """GB/s per block size (median of `rounds` after one to warm up); `latency_us`: until the source knows one push."""
-    result = {}
-    with two_processes(transport) as (worker, child):
-        course = Course(worker, child)
-        for kib in BLOCK_KIB:
-            block_bytes = kib * KIB
-            moved = ROUND_BYTES // block_bytes * block_bytes
-            times = [course.move(block_bytes, ROUND_BYTES)[0] for _ in range(rounds + 1)][1:]
-            result[f"{kib}k"] = moved / statistics.median(times) / 1e9
-        known = [course.move(368 * KIB, 368 * KIB)[1] for _ in range(LATENCY_ROUNDS)]
-        result["latency_us"] = statistics.median(known) * 1e6
-    return result
+class Child:
+    """A process that is asked and answers in lines."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 lives as long as the child
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            command,
+            text=True,
+            env=_CLEAN | (environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def hear(self, start: str = "") -> str:
+        """The next line that starts so. Raises RuntimeError when the process ends first."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line.strip()
+        raise self._ended()
+
+    def _ended(self) -> RuntimeError:
+        code = self.process.wait()
+        self._complaints.seek(0)
+        return RuntimeError(f"{self.process.args!r} ended with {code}: {self._complaints.read()[-2000:]}")
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def two_processes(transport: str) -> Iterator[OurCourse]:
+    """Connected."""
+    worker = Worker("destination#1", transport)
+    child = Child([sys.executable, "-m", "bench.transfer", "--serve", transport])
+    try:
+        child.say(worker.engine.addresses()[0][1].hex())
+        child.hear("ready")
+        yield OurCourse(worker, child)
+    finally:
+        child.end()
+        worker.engine.shutdown()
+
+
+# -- peers: two processes each -----------------------------------------------------------------------------------------
+
+
+class PeerCourse:
+    """Two processes of a peer."""
+
+    def __init__(self, target: Child, initiator: Child) -> None:
+        self._initiator = initiator
+        initiator.say(target.hear("{"))
+        initiator.hear("{")
+
+    def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
+        reads = [block * block_bytes for block in block_ids(seed, block_bytes, num_bytes)]
+        writes = [block * block_bytes for block in block_ids(~seed, block_bytes, num_bytes)]
+        self._initiator.say(json.dumps({"reads": reads, "writes": writes, "block_bytes": block_bytes}))
+        answer = json.loads(self._initiator.hear("{"))
+        if not answer["moved"]:
+            raise RuntimeError(f"{self._initiator.process.args!r} did not move all bytes")
+        return float(answer["seconds"])
+
+
+@contextmanager
+def peer_processes(peers: Path, name: str) -> Iterator[PeerCourse]:
+    """A peer of the environment in `peers`."""
+    peer, environment = PEERS[name]
+    script = str(Path(__file__).with_name("transfer_peers.py"))
+    children = [
+        Child([str(peers / "bin" / "python"), script, role, peer, str(POOL_BYTES)], environment)
+        for role in ("target", "initiator")
+    ]
+    try:
+        yield PeerCourse(*children)
+    finally:
+        for child in children[::-1]:
+            child.end()
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def measure(course: Course, rounds: int) -> dict[str, float]:
+    """GB/s by block size: the median of `rounds` after one to warm up."""
+    rates = {}
+    for kib in BLOCK_KIB:
+        moved = ROUND_BYTES // (kib * KIB) * kib * KIB
+        seconds = [course.move(kib * KIB, ROUND_BYTES, 1 + number) for number in range(rounds + 1)][1:]
+        rates[f"{kib}k"] = moved / statistics.median(seconds) / 1e9
+    return rates
+
+
+def latency_us(course: OurCourse) -> float:
+    """Median time until the source knows that one block has arrived."""
+    known_s = []
+    for number in range(LATENCY_ROUNDS):
+        course.move(LATENCY_KIB * KIB, LATENCY_KIB * KIB, 1 + number)
+        known_s.append(course.known_s)
+    return statistics.median(known_s) * 1e6
+
+
+def perftest(test: str, num_bytes: int) -> dict[str, float] | None:
+    """`ucx_perftest`'s own average: latency in µs and GB/s; None where it is not installed or does not run."""
+    spec = importlib.util.find_spec("libucx")
+    folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    if folder is None or not (folder / "bin" / "ucx_perftest").exists():
+        return None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder / "lib"), "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    command = [str(folder / "bin" / "ucx_perftest"), "-t", test, "-s", str(num_bytes), "-n", "500", "-f", "-p"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "env": environment}
+    with subprocess.Popen([*command, str(port)], **pipes) as server:
+        for _ in range(50):
+            done = subprocess.run([*command, str(port), "127.0.0.1"], check=False, timeout=STEP_TIMEOUT_S, **pipes)
+            if done.returncode == 0:
+                break
+            time.sleep(0.1)
+        server.kill()
+    fields = [line.split() for line in done.stdout.splitlines() if line.startswith("Final:")]
+    return {"us": float(fields[-1][3]), "gb_per_s": float(fields[-1][5]) * 2**20 / 1e9} if fields else None
 
 
 def report(rounds: int, peers: Path | None) -> None:
@@ -177,37 +329,58 @@ def report(rounds: int, peers: Path | None) -> None:
     names = [name for name, (scheme, _) in TRANSPORTS.items() if scheme != "ucx" or usable]
     if not usable:
         print(f"ucx is left out: {why}")
-    copy = {f"{kib}k": copy_gb_per_s(kib * KIB, rounds) for kib in BLOCK_KIB}
-    measured = {name: measure(name, rounds) for name in names}
+    rates = {"copy": measure(CopyCourse(), rounds)}
+    latency = {}
+    for name in names:
+        with two_processes(name) as ours:
+            rates[name] = measure(ours, rounds)
+            latency[name] = round(latency_us(ours))
+    for name in PEERS if peers is not None else ():
+        assert peers is not None
+        with peer_processes(peers, name) as theirs:
+            rates[name] = measure(theirs, rounds)
+    hot = perftest("tag_lat", LATENCY_KIB * KIB) if usable else None
+    _print_table(rates, latency)
+    if hot is not None:
+        print(f"ucx_perftest, one hot buffer of {LATENCY_KIB} KiB: {hot['us']:.0f} µs, {hot['gb_per_s']:.2f} GB/s")
+        latency["ucx_perftest"] = round(hot["us"])
+    line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates), "latency_us": latency}
+    print(json.dumps(line | {"load": os.getloadavg()[0], "cores": os.cpu_count()}))
+
+
+def ratios(rates: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Ours over each yardstick, like over like: `ucx` over NIXL with the same error handling, TCP over TCP."""
+    pairs = [("best", CHOSEN, "copy", "copy")]
+    if "nixl" in rates:
+        pairs += [("best", CHOSEN, "nixl", "nixl"), ("tcp", "tcp", "nixl", "nixl_tcp")]
+        pairs += [("best", CHOSEN, "mooncake", "mooncake")]
+        pairs += [("ucx", "ucx", "nixl", "nixl"), ("ucx", "ucx", "nixl_tcp", "nixl_tcp")] if "ucx" in rates else []
+    return {
+        f"{name}_{size}_vs_{yardstick}": round(rates[ours][size] / rates[theirs][size], 3)
+        for name, ours, yardstick, theirs in pairs
+        for size in rates["copy"]
+    }
+
+
+def _rounded(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {name: {size: round(rate, 3) for size, rate in row.items()} for name, row in rates.items()}
+
+
+def _print_table(rates: dict[str, dict[str, float]], latency: dict[str, int]) -> None:
     _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs"])
-    _print_row("one-thread copy", [f"{rate:.2f}" for rate in copy.values()])
-    for name, result in measured.items():
-        _print_row(name, [f"{result[size]:.2f}" for size in copy] + [f"{result['latency_us']:.0f}"])
-    print(_peers_line(peers))
-    ratios = {f"{name}_{size}_vs_copy": round(measured[name][size] / copy[size], 3) for name in names for size in copy}
-    for size in copy:
-        ratios[f"best_{size}_vs_copy"] = round(
-            max(measured[name][size] for name in names if name in SAFE) / copy[size], 3
-        )
-    latency = {name: round(result["latency_us"]) for name, result in measured.items()}
-    print(json.dumps({"bench": "transfer", "ratios": ratios, "latency_us": latency}))
+    for name, row in rates.items():
+        _print_row(name, [f"{rate:.2f}" for rate in row.values()] + [str(latency.get(name, ""))])
 
 
 def _print_row(name: str, cells: list[str]) -> None:
     print(f"{name:20}" + "".join(f"{cell:>12}" for cell in cells))
 
 
-def _peers_line(peers: Path | None) -> str:
-    found = [name for name in ("nixl", "mooncake") if importlib.util.find_spec(name) is not None]
-    where = f"--peers {peers}" if peers is not None else "no --peers"
-    return f"peers ({where}; importable here: {', '.join(found) or 'none'}): NIXL and Mooncake are not yet measured"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", type=Path, help="folder with peers to compare with")
+    parser.add_argument("--peers", type=Path, help="the Python environment of the peers to compare with")
     parser.add_argument("--serve", choices=TRANSPORTS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.serve:

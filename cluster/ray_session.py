@@ -1,8 +1,8 @@
 """Ray for one cluster: a local one that lives and dies with this process, or one that is already there.
 
-The local one has no dashboard, keeps its files in a folder of its own, takes little shared memory, reports nothing to
-anybody, and wants a token from whoever talks to it. Ray reads most of this from the environment when it is imported, so
-`prepare_environment` comes before the import, and this module is imported after it.
+The local one has no dashboard, listens on loopback only, keeps its files in a folder of its own, takes little shared
+memory, reports nothing to anybody, and wants a token from whoever talks to it. Ray reads most of this from the
+environment when it is imported, so `prepare_environment` comes before the import, and this module is imported after it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def prepare_environment(address: str | None) -> None:
         os.environ.pop("RAY_ADDRESS", None)
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # The name speaks of other systems, but on Linux, too, it decides whether 127.0.0.1 stays what it is. Otherwise
+        # Ray puts the host's own address in its place, and each of its processes listens on every interface.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def open_session(address: str | None, namespace: str, resources: Mapping[str, int], num_cpus: int | None) -> RaySession:

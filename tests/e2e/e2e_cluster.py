@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from tandem import Client
 from tandem.client import Answer
 
 START_S = 120.0
+_LISTEN = "0A"
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -152,6 +155,30 @@ def config(prefill: int, decode: int, **sections: Any) -> dict[str, Any]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """Where these processes accept TCP connections, as `address:port`."""
+    sockets = {target for pid in pids for target in _open_files(pid) if target.startswith("socket:")}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for fields in (line.split() for line in Path(table).read_text().splitlines()[1:]):
+            if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in sockets:
+                found.add(_readable(*fields[1].split(":")))
+    return found
+
+
+def _open_files(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
+    return []
+
+
+def _readable(address: str, port: str) -> str:
+    """From the kernel's form: words of 32 bits in the machine's byte order."""
+    words = [bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)]
+    ip = ipaddress.ip_address(b"".join(words))
+    return f"{getattr(ip, 'ipv4_mapped', None) or ip}:{int(port, 16)}"
 
 
 def command_line(pid: int) -> str:

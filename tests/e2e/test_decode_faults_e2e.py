@@ -1,4 +1,4 @@
-"""1P2D on real processes: a decode worker that is killed in the middle of an answer, and one that is stopped."""
+"""1P2D on real processes: where it listens, a decode worker killed in the middle of an answer, and one stopped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital
+from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, listening
 
+from cluster import processes
 from tandem import Client
 from tandem.errors import RequestError, UnavailableError
 
@@ -25,6 +26,14 @@ def _ask_many_tokens(client: Client) -> tuple[str, str]:
         return str(answer.finish_reason), answer.served_by.decode_worker
     except RequestError as error:
         return type(error).__name__, ""
+
+
+def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode: Cluster) -> None:
+    two_decode.until_all_alive()
+    family = [two_decode.process.pid, *(one.pid for one in processes.descendants(two_decode.process.pid))]
+    addresses = listening(family)
+    assert {two_decode.http, two_decode.grpc} <= addresses
+    assert [address for address in addresses if not address.startswith("127.")] == []
 
 
 def test_requests_on_a_killed_decode_worker_fail_in_time_and_the_others_do_not(two_decode: Cluster) -> None:

@@ -2,9 +2,9 @@
 
 For each transport and block size a source process pushes a random list of blocks into a random list at this process,
 from a pool much larger than any cache. The lists are new in each round; the clock runs from the word "go" to the last
-byte. Yardsticks of the same run: one thread copying such lists inside one process, and with `--peers` NIXL
-(over what it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR (see
-`bench.transfer_peers`). Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
+byte. Yardsticks of the same run: one thread copying such lists inside one process, and with `--peers` NIXL (over what
+it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR, see
+`bench.transfer_peers`. Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
 wheel brings it, is shown for information: it reuses one hot buffer. Medians count; the last line is JSON.
 """
 

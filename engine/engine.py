@@ -28,6 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.hashing import PrefixHasher, hash_root
 from engine.info import EngineInfo, ModelFacts
+from engine.lengths import LengthWatch
 from engine.outcomes import outcomes_of
 from engine.roster import Roster
 from engine.scheduler import Scheduler
@@ -115,6 +116,7 @@ class Engine:
         if self._roster.slots.total and mover is not None:
             probe(mover, facts.block_bytes, self._copy_rate, clock)
         self._generated = 0
+        self._lengths = LengthWatch(self.info.max_model_len)
         self._pending: list[Progress] = []
         """What an adoption ended at once, told by the next step."""
         # Set when a plan came out empty, cleared by whatever could change that: so that nobody spins.
@@ -271,7 +273,15 @@ class Engine:
         self._times.observe(shape_of(plan.chunks), self._clock() - started_s)
         progress = self._scheduler.applied(plan, outcomes)
         self._generated += sum(len(one.tokens) for one in progress)
+        for one in progress:
+            if one.finish is not None:
+                self._note_length(one.computed_tokens + len(one.tokens[-1:]))
         return progress
+
+    def _note_length(self, length: int) -> None:
+        line = self._lengths.ended(length, self._pool.live, self._pool.total)
+        if line is not None:
+            _log.info(line)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -204,6 +204,12 @@ class RayRouter:
         except RouterAway:
             return ()
 
+    async def not_ready(self) -> str:
+        try:
+            return (await self.status()).not_ready
+        except RouterAway:
+            return "the router is being restarted"
+
     async def fences(self, after: int) -> tuple[Fenced, ...]:
         news: tuple[Fenced, ...] = await self._ask("fences", after)
         return news
@@ -223,8 +229,8 @@ class RayRouter:
 
     async def _tell(self, method: str, *args: object) -> None:
         try:
-            await self._ask(method, *args)
-        except RouterAway:
+            await asyncio.wait_for(self._ask(method, *args), ASK_S)
+        except (RouterAway, TimeoutError):
             log.warning("the router could not be told %s%r", method, args[:1])
 
 

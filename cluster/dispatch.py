@@ -82,6 +82,10 @@ class Router(Protocol):
 
     async def workers(self) -> tuple[WorkerInfo, ...]: ...
 
+    async def not_ready(self) -> str:
+        """Why any request would be refused now; empty when it would not."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -89,6 +93,8 @@ class Limits:
 
     control_timeout_s: float = 5.0
     """For the answers to Expect and Abort."""
+    router_timeout_s: float = 10.0
+    """For the router's answer; a router that hangs must not hold requests until their deadline."""
     report_timeout_s: float = 1.0
     """How long a finished request waits for prefill's report."""
     attempts: int = 4
@@ -314,9 +320,11 @@ class Dispatch:
         backoff_s = self._limits.backoff_s
         while flight.failure is None and self._left_s(flight) > 0:
             try:
-                async with asyncio.timeout(self._left_s(flight)):
+                async with asyncio.timeout(min(self._left_s(flight), self._limits.router_timeout_s)):
                     placed = await self._router.place(view, flight.gone | flight.full)
             except TimeoutError:
+                if self._left_s(flight) > 0:
+                    flight.failure = Declined(Code.UNAVAILABLE, "the router does not answer; try again soon")
                 break
             if isinstance(placed, Placement):
                 flight.placed_s = self._clock()

@@ -274,10 +274,9 @@ class Gateway:
         if self._draining:
             return "draining"
         try:
-            workers = await asyncio.wait_for(self._router.workers(), self.settings.router_timeout_s)
+            return await asyncio.wait_for(self._router.not_ready(), self.settings.router_timeout_s)
         except TimeoutError:
             return "the router does not answer"
-        return "" if any(worker.role == "decode" for worker in workers) else "no decode worker is registered"
 
     async def limits(self) -> ModelLimits:
         """What can be served. RequestFailed (UNAVAILABLE) without workers."""
@@ -304,7 +303,10 @@ class Gateway:
         """From the registered workers, asked at most every `facts_s`."""
         now = self._clock()
         if self._facts is None or now > self._facts.until_s:
-            workers = await self._router.workers()
+            try:
+                workers = await asyncio.wait_for(self._router.workers(), self.settings.router_timeout_s)
+            except TimeoutError:
+                raise RequestFailed(Code.UNAVAILABLE, "the router does not answer; try again soon") from None
             if not workers:
                 raise RequestFailed(Code.UNAVAILABLE, "no worker is registered; ask again a little later")
             self._facts = _Facts(_limits(workers), self._hasher_for(workers[0]), now + self.settings.facts_s)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 ROUTER_AWAY_S = 0.5
+ROUTER_ANSWERS_S = 5.0
+"""A router that is silent for longer is no reason to call oneself ready."""
 
 
 class Router(dispatching.Router, Protocol):
@@ -144,9 +146,11 @@ class GatewayHost:
         serving: bool | None = None
         while True:
             try:
-                status = await self._router.status()
+                status = await asyncio.wait_for(self._router.status(), ROUTER_ANSWERS_S)
             except RouterAway:
                 status = ClusterStatus(not_ready="the router is being restarted")
+            except TimeoutError:
+                status = ClusterStatus(not_ready="the router does not answer")
             self._observe(status)
             present = frozenset(worker.name for worker in status.workers)
             for name in shown - present:

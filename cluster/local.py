@@ -407,6 +407,10 @@ class _Roads:
     async def workers(self) -> tuple[WorkerInfo, ...]:
         return self._cluster.router.workers()
 
+    async def not_ready(self) -> str:
+        ready, why = self._cluster.router.readiness()
+        return "" if ready else why
+
 
 def _settle(answered: asyncio.Future[Answer], answer: Answer) -> None:
     if not answered.done():  # whoever asked may have gone

@@ -136,6 +136,9 @@ class ScriptedRouter:
     async def workers(self) -> tuple[WorkerInfo, ...]:
         return self.infos
 
+    async def not_ready(self) -> str:
+        return "" if self.infos else "no decode worker is ready"
+
 
 REPORT = HandoffReport(prefill_cached_tokens=16, computed_tokens=4, kv_bytes=4096, kv_blocks=4, transport="inproc")
 

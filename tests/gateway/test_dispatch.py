@@ -292,17 +292,22 @@ async def test_a_router_that_refuses_is_believed_at_once() -> None:
         assert not made.workers.asked
 
 
-async def test_a_silent_router_is_waited_for_until_the_deadline() -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "router_timeout_s", "code"), [(0.05, 10.0, Code.DEADLINE), (20.0, 0.05, Code.UNAVAILABLE)]
+)
+async def test_a_silent_router_is_waited_for_until_its_bound_or_the_deadline(
+    timeout_s: float, router_timeout_s: float, code: Code
+) -> None:
     class Silent(ScriptedRouter):
         async def place(self, request: object, exclude: object) -> Refusal:
             await asyncio.Event().wait()
             raise AssertionError
 
-    async with bench(router=Silent()) as made:
-        flight = await _flight(made, timeout_s=0.05)
+    async with bench(router=Silent(), limits=Limits(router_timeout_s=router_timeout_s)) as made:
+        flight = await _flight(made, timeout_s=timeout_s)
         assert await _run(made, flight) == []
         assert flight.outcome is not None
-        assert flight.outcome.code is Code.DEADLINE
+        assert flight.outcome.code is code
 
 
 async def test_an_error_of_our_own_is_an_outcome_too_and_leaves_nothing() -> None:

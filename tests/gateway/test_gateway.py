@@ -393,5 +393,20 @@ async def test_a_router_that_does_not_answer_is_a_reason_not_to_be_ready() -> No
             await asyncio.Event().wait()
             raise AssertionError
 
+        async def not_ready(self) -> str:
+            await asyncio.Event().wait()
+            raise AssertionError
+
     async with bench(router=Silent(), router_timeout_s=0.05) as made:
         assert await made.gateway.not_ready() == "the router does not answer"
+        refusal = await _refusal(made, _ask())
+        assert (refusal.code, refusal.message) == (Code.UNAVAILABLE, "the router does not answer; try again soon")
+
+
+async def test_the_gateway_is_as_ready_as_the_router_says() -> None:
+    class NoPrefill(ScriptedRouter):
+        async def not_ready(self) -> str:
+            return "no prefill worker is ready (prefill-0 is starting)"
+
+    async with bench(router=NoPrefill()) as made:
+        assert "prefill-0 is starting" in await made.gateway.not_ready()

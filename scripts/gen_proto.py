@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def generate(out: Path) -> None:
     includes = Path(grpc_tools.__file__).parent / "_proto"
     schemas = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / PACKAGE).glob("*.proto"))
     outputs = [f"--{name}_out={out}" for name in ("python", "pyi", "grpc_python")] + [f"--mypy_grpc_out=quiet:{out}"]
-    code = protoc.main(["protoc", f"-I{PROTOS}", f"-I{includes}", *outputs, *schemas])
+    plugin = Path(sysconfig.get_path("scripts")) / "protoc-gen-mypy_grpc"  # this environment's, whatever PATH says
+    code = protoc.main(
+        ["protoc", f"-I{PROTOS}", f"-I{includes}", f"--plugin=protoc-gen-mypy_grpc={plugin}", *outputs, *schemas]
+    )
     if code:
         raise SystemExit(code)
 

@@ -106,7 +106,7 @@ class GatewaySection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSection:
     transports: tuple[str, ...] = ("shm", "ucx", "tcp")
-    """Best first; a pair uses the first one that both ends have and that can join them: shm joins workers of one host."""
+    """Best first; a pair uses the first that both ends have and that can join them: shm joins workers of one host."""
     checksums: bool = False
     net_device: str = "lo"
     """Where transports listen; never everywhere unless told."""

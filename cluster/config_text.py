@@ -18,6 +18,7 @@ from typing import Any
 from cluster.config import (
     LOCAL_PREFILL,
     POLICY_NAMES,
+    ROLES,
     TRANSPORTS,
     ClusterSection,
     GatewaySection,
@@ -523,8 +524,11 @@ _PLAUSIBLE_S = {"ttft": (1e-3, 600.0), "itl": (1e-4, 60.0), "timeout": (0.1, 864
 
 
 def _doubts(config: TandemConfig, walk: _Walk) -> list[str]:
-    """Values that are allowed and still look like a slip of the unit."""
+    """What is allowed and still looks like a slip: of the unit, of the address, of two settings for one thing."""
     doubts = []
+    for pool in (f"pools.{role}" for role in ROLES):
+        if f"{pool}.num_blocks" in walk.lines and f"{pool}.kv_memory" in walk.lines:
+            doubts.append(f"{walk.where(f'{pool}.kv_memory')}: has no effect beside num_blocks, which says the size")
     for name, sla in config.classes.items():
         values = {"ttft": sla.ttft_s, "itl": sla.itl_s, "timeout": sla.timeout_s}
         for key, value in values.items():

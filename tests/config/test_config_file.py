@@ -178,7 +178,11 @@ BAD_VALUES = {
     "unknown policy": ("routing: {policy: fastest}", "routing.policy: is 'fastest'", "sla, round_robin, least_loaded"),
     "unknown policy as a word": ("routing: fastest", "routing: is 'fastest'", "sla, round_robin, least_loaded"),
     "unknown dtype": ("model: {dtype: int3}", "model.dtype: is 'int3'", "float32, bfloat16, float16"),
-    "unknown transport": ("transfer: {transports: [ucx, carrier-pigeon]}", "transfer.transports", "shm, ucx, tcp, inproc"),
+    "unknown transport": (
+        "transfer: {transports: [ucx, carrier-pigeon]}",
+        "transfer.transports",
+        "shm, ucx, tcp, inproc",
+    ),
     "transport twice": ("transfer: {transports: [tcp, tcp]}", "transfer.transports", "each once"),
     "no transport": ("transfer: {transports: []}", "transfer.transports: is a list of nothing", "at least one"),
     "text for a list": ("transfer: {transports: ucx}", "transfer.transports: is 'ucx'", "a list"),
@@ -273,6 +277,10 @@ DOUBTS = {
     "itl of minutes": ("classes: {a: {itl: 5m}}", "classes.a.itl: 300 s is implausible"),
     "timeout before the first token": ("classes: {a: {ttft: 20s, timeout: 10s}}", "the timeout (10 s) comes before it"),
     "exchanged": ("classes: {a: {ttft: 50ms, itl: 2s}}", "are they exchanged?"),
+    "two sizes for one pool": (
+        "pools:\n  decode:\n    num_blocks: 64\n    kv_memory: 1GiB\n",
+        "sla.yaml:4: pools.decode.kv_memory: has no effect beside num_blocks",
+    ),
     "open to others without a key": ("gateway: {host: 0.0.0.0}", "no api_key_env is set"),
 }
 

@@ -7,7 +7,9 @@ its peer has room, is offered, and ends by `PushDone` or `PushFailed`.
 
 Nobody frees memory on a guess: `close` (destination) and `withdraw` (source) stop new traffic at once and are answered
 by `Quiet` when nothing of the lease is in flight here any more. A peer that hangs is ended by `cut` (it may come back
-after a cooldown) or `forget` (never), after which its transfers finish as failed and the quiet follows.
+after a cooldown) or `forget` (never), after which its transfers finish as failed and the quiet follows. A peer that
+cannot be reached is tried again a few times, after a rest of this pair alone; what it may have heard of is never sent
+twice, and the next push tries anew.
 
 One owner thread calls everything; transports ask `_accept` from their own threads, so a lock guards the lease table.
 `poll` never blocks; `wake` (any thread) says that it has news.
@@ -16,6 +18,7 @@ One owner thread calls everything; transports ask `_accept` from their own threa
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from collections import Counter
@@ -49,6 +52,10 @@ from kvtransfer.types import (
 
 COOLDOWN_S, COOLDOWN_MAX_S = 0.5, 30.0
 """How long a peer that was cut off stays off: the first, doubled each time until something arrives, and the most."""
+MAX_ATTEMPTS = 5
+"""How often a push is offered to a peer that cannot be reached before it fails."""
+REST_S, MAX_REST_S = 0.1, 2.0
+"""A pair rests after it could not be joined, twice as long each time it fails again; other pairs go on."""
 WINDOW_BYTES = 256 * 2**20
 """Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
 
@@ -75,14 +82,20 @@ class _Push:
     started_s: float
     offered: bool = False
     reported: bool = False
+    attempts: int = 0
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What goes to one peer: pushes that wait for the window, and the bytes inside it."""
+    """What goes to one peer: pushes that wait for the window, and the bytes inside it.
+
+    `failures` in a row to reach it; nothing is offered before `rests_until_s`.
+    """
 
     waiting: list[tuple[int, int]] = field(default_factory=list)
     offered_bytes: int = 0
+    failures: int = 0
+    rests_until_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,7 @@ class TransferEngine:
         self._region = region
         self._region_bytes = region.nbytes
         self._clock = clock
+        self._wake = wake
         self._checksums = checksums
         self._window_bytes = window_bytes
         self._lock = threading.Lock()
@@ -321,6 +335,8 @@ class TransferEngine:
 
     def shutdown(self) -> None:
         """End everything. Afterwards no memory is in use and no thread of a transport runs."""
+        for peer in list(self._lanes):
+            self._end_all(peer, f"{self.me} closed")  # nothing waits or is offered again from here on
         for transport in self._transports.values():
             transport.close()
         self.poll()
@@ -336,12 +352,13 @@ class TransferEngine:
         return scheme or next(ours for ours in self._transports if ours in known)
 
     def _fill(self, peer: PeerId, lane: _Lane) -> None:
-        while lane.waiting:
+        while lane.waiting and lane.rests_until_s <= self._clock():
             push = self._pushes[lane.waiting[0][1]]
             if lane.offered_bytes and lane.offered_bytes + push.num_bytes > self._window_bytes:
                 return
             heapq.heappop(lane.waiting)
             push.offered = True
+            push.attempts += 1
             lane.offered_bytes += push.num_bytes
             self._transports[push.scheme].offer(push.offer, push.spans)
 
@@ -364,7 +381,27 @@ class TransferEngine:
         lane = self._lanes.get(push.offer.destination)
         if lane is not None:
             lane.offered_bytes -= push.num_bytes
+            if sent.unheard and self._offer_again(push, lane):
+                return
+            if not sent.unheard:
+                lane.failures = 0
         self._end_push(push, sent.error)
+
+    def _offer_again(self, push: _Push, lane: _Lane) -> bool:
+        """Put a push that nobody heard of back into its queue, behind a rest of the pair; False when it is over."""
+        key, peer, now = push.offer.key, push.offer.destination, self._clock()
+        if push.reported or push.attempts >= MAX_ATTEMPTS or key in self._withdrawn or peer not in self._schemes:
+            return False
+        if lane.rests_until_s <= now:  # pushes that failed together are one failure of the pair
+            rest_s = min(REST_S * 2**lane.failures, MAX_REST_S)
+            lane.failures += 1
+            lane.rests_until_s = now + rest_s
+            alarm = threading.Timer(rest_s, self._wake)
+            alarm.daemon = True
+            alarm.start()
+        push.offered = False
+        heapq.heappush(lane.waiting, (push.priority, push.offer.push_id))
+        return True
 
     def _end_push(self, push: _Push, error: str) -> None:
         key, push_id = push.offer.key, push.offer.push_id

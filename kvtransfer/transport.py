@@ -28,11 +28,15 @@ Acceptor = Callable[[Offer], Sequence[Span] | Refused]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Source: the push ended. `error` is empty when the destination acknowledged it. No local memory is in use."""
+    """Source: the push ended. `error` is empty when the destination acknowledged it. No local memory is in use.
+
+    `unheard`: the destination never heard of it (no link came about), so the same push may be offered again.
+    """
 
     key: LeaseKey
     push_id: int
     error: str = ""
+    unheard: bool = False
 
 
 @dataclass(frozen=True, slots=True)

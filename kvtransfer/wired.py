@@ -150,7 +150,7 @@ class _Outgoing:
         if self._payload is not None:
             self._payload.close()
         for push in self._pushes.values():
-            self._transport.emit(Sent(push.offer.key, push.offer.push_id, reason))
+            self._transport.emit(Sent(push.offer.key, push.offer.push_id, reason, unheard=not self._ready))
         self._pushes.clear()
         self._transport.outgoing_ended(self, reason)
 

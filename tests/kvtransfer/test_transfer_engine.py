@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_rig import Clock
 
-from kvtransfer.engine import TransferEngine
+from kvtransfer.engine import MAX_ATTEMPTS, MAX_REST_S, REST_S, TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
 from kvtransfer.layout import block_spans
@@ -217,6 +217,85 @@ def test_withdrawing_a_lease_without_pushes_is_quiet_at_once():
     engine, _, _ = scripted()
     engine.withdraw(KEY)
     assert engine.poll() == [Quiet(KEY)]
+
+
+def test_an_unreachable_peer_is_tried_again_after_a_rest_that_grows_and_other_pairs_go_on():
+    clock = Clock()
+    engine, script, _ = scripted(clock)
+    for peer in ("d#1", "e#1"):
+        engine.connect(peer, "script", b"")
+    first = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    second = engine.push(KEY, "d#1", 1, [Span(16, 16)])
+    script.coming += [Sent(KEY, push_id, "cannot connect", unheard=True) for push_id in (first, second)]
+    assert engine.poll() == [], "not failed, waiting"
+    assert engine.in_flight() == 2
+    other = engine.push(KEY, "e#1", 0, [Span(0, 16)])
+    assert [offer.push_id for offer in script.offers] == [first, second, other], "another pair does not wait"
+    clock.now += REST_S
+    engine.poll()
+    assert [offer.push_id for offer in script.offers[3:]] == [first, second]
+    script.coming += [Sent(KEY, push_id, "cannot connect", unheard=True) for push_id in (first, second)]
+    engine.poll()
+    clock.now += 1.5 * REST_S
+    engine.poll()
+    assert len(script.offers) == 5, "the second rest is longer"
+    clock.now += REST_S
+    engine.poll()
+    script.coming += [Sent(KEY, push_id) for push_id in (first, second)]
+    assert [event.push_id for event in engine.poll() if isinstance(event, PushDone)] == [first, second]
+    engine.check()
+
+
+def test_an_unreachable_peer_fails_the_push_in_the_end_and_the_next_push_tries_anew():
+    clock = Clock()
+    engine, script, _ = scripted(clock)
+    engine.connect("d#1", "script", b"")
+    push_id = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    events = []
+    while not events:
+        script.coming.append(Sent(KEY, push_id, "cannot connect", unheard=True))
+        events = engine.poll()
+        clock.now += MAX_REST_S
+    assert events == [PushFailed(KEY, push_id, "cannot connect")]
+    assert len(script.offers) == MAX_ATTEMPTS
+    again = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    script.coming.append(Sent(KEY, again))
+    assert [type(event) for event in engine.poll()] == [PushDone]
+
+
+def test_a_push_that_rests_ends_by_deadline_withdrawal_or_forgetting():
+    clock = Clock()
+    engine, script, _ = scripted(clock)
+    engine.connect("d#1", "script", b"")
+    keys = [LeaseKey("r", number) for number in range(3)]
+    ids = [engine.push(key, "d#1", 0, [Span(0, 16)], deadline_s=9.0 if key is keys[0] else None) for key in keys]
+    script.coming += [
+        Sent(key, push_id, "cannot connect", unheard=True) for key, push_id in zip(keys, ids, strict=True)
+    ]
+    assert engine.poll() == []
+    engine.withdraw(keys[1])
+    assert engine.poll() == [PushFailed(keys[1], ids[1], "withdrawn"), Quiet(keys[1])]
+    engine.forget("d#1")
+    assert {event.push_id for event in engine.poll() if isinstance(event, PushFailed)} == {ids[0], ids[2]}
+    assert engine.in_flight() == 0
+    engine.check()
+
+
+def test_shutdown_ends_what_rests_and_what_nobody_heard_of():
+    engine, script, _ = scripted()
+    engine.connect("d#1", "script", b"")
+    first = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    script.coming.append(Sent(KEY, first, "cannot connect", unheard=True))
+    assert engine.poll() == []
+    second = engine.push(KEY, "d#1", 1, [Span(16, 16)])
+    engine.connect("e#1", "script", b"")
+    third = engine.push(KEY, "e#1", 0, [Span(0, 16)])
+    script.coming.append(Sent(KEY, third, "closed", unheard=True))
+    engine.shutdown()
+    assert first < second < third
+    assert engine.in_flight() == 0
+    assert engine.stats()[0].failed == 3
+    engine.check()
 
 
 def test_a_delayed_offer_waits_for_the_clock_and_arrives_out_of_order(inproc):

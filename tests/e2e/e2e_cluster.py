@@ -138,6 +138,7 @@ def config(prefill: int, decode: int, **sections: Any) -> dict[str, Any]:
         "model": {"name": "smollm2-135m", "dtype": "bf16"},
         "pools": {"prefill": {"count": prefill, **pool}, "decode": {"count": decode, **pool}},
         "routing": {"policy": "round_robin", "local_prefill": "never"},
+        "transfer": {"transports": ["ucx", "tcp"]},
         "gateway": {"http_port": free_port(), "grpc_port": free_port()},
         "timeouts": {
             "heartbeat": "250ms",

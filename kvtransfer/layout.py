@@ -60,6 +60,14 @@ def common_runs(left: Sequence[int], right: Sequence[int]) -> Numbers:
     return Numbers(np.diff(np.union1d(*ends).astype("<i8"), prepend=0))
 
 
+def shared_runs(left: Spans, right: Spans) -> Numbers:
+    """The longest runs that are contiguous in both of two lists of the same lengths, however long."""
+    joined = left.offsets[1:] == left.offsets[:-1] + left.lengths[:-1]
+    joined &= right.offsets[1:] == right.offsets[:-1] + right.lengths[:-1]
+    cuts = np.flatnonzero(~joined) + 1
+    return Numbers(np.diff(cuts, prepend=0, append=len(left)))
+
+
 def group(spans: Sequence[Span], counts: Sequence[int]) -> Spans:
     """One span per run: `counts` must be runs of `spans` (or cut them finer)."""
     many = Spans.of(spans)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransfer.layout import common_runs, group, runs
+from kvtransfer.layout import group, shared_runs
 from kvtransfer.types import Spans
 
 
@@ -77,7 +77,7 @@ def plan(
         pieces = _pieces(source.block_size, destination.block_size, first_token, num_tokens)
         reads = _places(shape, source, source_rank, source_blocks, heads, pieces)
         writes = _places(shape, destination, destination_rank, destination_blocks, heads, pieces)
-        counts = common_runs(runs(reads), runs(writes))
+        counts = shared_runs(reads, writes)
         takes.append(Takes(source_rank, destination_rank, group(reads, counts), group(writes, counts)))
     return tuple(takes)
 

@@ -268,8 +268,10 @@ class _Incoming:
     def payload_done(self, serial: int, error: str = "") -> None:
         offer = self._takes.pop(serial, None)
         if offer is not None:
-            self._transport.emit(Taken(offer, error))
+            # Known here before the source can know; the owner's thread is woken last, or it would delay the answer.
+            self._transport.note(Taken(offer, error))
             self.connection.send(frames.encode(Kind.ACK, serial, error))
+            self._transport.wake()
 
     def end(self, reason: str) -> None:
         if self._ended:
@@ -417,7 +419,13 @@ class WiredTransport:
         return self._acceptor(offer)
 
     def emit(self, event: TransportEvent) -> None:
+        self.note(event)
+        self.wake()
+
+    def note(self, event: TransportEvent) -> None:
         self._events.append(event)
+
+    def wake(self) -> None:
         self._wake()
 
     def is_fenced(self, peer: PeerId) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import Cursor, block_spans, check_spans, coalesce, common_runs, group, runs
+from kvtransfer.layout import Cursor, block_spans, check_spans, coalesce, common_runs, group, runs, shared_runs
 from kvtransfer.types import Span
 
 BLOCK_LISTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
@@ -30,6 +30,7 @@ def test_common_runs_are_contiguous_at_both_ends_and_not_shorter_than_needed(blo
     left = block_spans(blocks, 4)
     right = block_spans([chance.choice(blocks) for _ in blocks], 4)
     counts = common_runs(runs(left), runs(right))
+    assert counts == shared_runs(left, right)
     assert touched(group(left, counts)) == touched(left)
     assert touched(group(right, counts)) == touched(right)
     assert len(counts) <= len(runs(left)) + len(runs(right)) - 1

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
@@ -82,21 +83,20 @@ def start(config: TandemConfig, *, say: Say, allow_faults: bool = False) -> Runn
 
     say("joining Ray at " + address if address else "starting Ray (local, loopback, with a token)")
     session = ray_session.open_session(address, config.cluster.namespace, actors.slots(config), config.cluster.num_cpus)
-    ready = False
     try:
         secret = secrets.token_hex(32)
         actors.create_router(config, secret, session.node_id)
         actors.create_workers(config, secret, local=address is None, allow_faults=allow_faults)
         actors.create_gateway(config, secret, session.node_id, api_key)
         found = _until_ready(config, say)
-        ready = True
         return Running(config, session, found.grpc, found.http)
-    finally:
-        if not ready:
-            actors.end_all(_names(config), 0.0)
-            ray_session.close_session(session, keep_logs=True)
-            if session.scratch:
-                say(f"the logs of what failed are in {session.scratch}/session_latest/logs")
+    except BaseException as error:
+        failed = isinstance(error, Exception)  # else somebody has interrupted it, and there is nothing to look up
+        actors.end_all(_names(config), 0.0)
+        ray_session.close_session(session, keep_logs=failed)
+        if failed and session.scratch:
+            say(f"the logs of what failed are in {session.scratch}/session_latest/logs")
+        raise
 
 
 def end(cluster: Running, *, grace_s: float) -> None:
@@ -183,14 +183,15 @@ def serve(config: TandemConfig, *, say: Say) -> None:
         stop_now.set()
 
     cluster = start(config, say=say)
-    owner = processes.this_process() if cluster.session.scratch else None
-    run_state.save(_state(cluster, owner))
-    _say_ready(cluster, say)
-    if owner is None:
+    if not cluster.session.scratch:
+        run_state.save(_state(cluster, None))
+        _say_ready(cluster, say)
         return
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, told)
+        run_state.save(_state(cluster, processes.this_process()))
+        _say_ready(cluster, say)
         stop_now.wait()
         say("stopping")
     finally:
@@ -230,14 +231,31 @@ def serve_detached(arguments: list[str], *, say: Say) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    try:
+        _watch(process, log_path, say)
+    except BaseException:
+        _abandon(process)  # nobody would know of it
+        raise
+    if process.poll() is not None:
+        raise StartFailed(f"the cluster did not start; all it said is in {log_path}")
+    say("it keeps running; `tandem stop` ends it")
+
+
+def _watch(process: subprocess.Popen[bytes], log_path: Path, say: Say) -> None:
+    """Tell what it says until it serves or has ended."""
     with log_path.open() as lines:
         while process.poll() is None and not run_state.state_file().exists():
             _tell_again(lines, say)
             time.sleep(POLL_S)
         _tell_again(lines, say)
-    if process.poll() is not None:
-        raise StartFailed(f"the cluster did not start; all it said is in {log_path}")
-    say("it keeps running; `tandem stop` ends it")
+
+
+def _abandon(process: subprocess.Popen[bytes]) -> None:
+    """End a cluster that is still starting, with everything that it has started."""
+    child = processes.Process(process.pid, processes.start_ticks(process.pid) or 0)
+    family = (child, *processes.descendants(child.pid))
+    child.send(signal.SIGINT)  # SIGTERM is Ray's while Ray starts
+    processes.end(family, grace_s=STOP_GRACE_S + ray_session.STOP_GRACE_S)
 
 
 def _tell_again(lines: TextIO, say: Say) -> None:

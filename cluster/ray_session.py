@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's smallest: no tensor ever goes through the object store."""
 STOP_GRACE_S = 8.0
+INTERRUPTED_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +58,24 @@ def open_session(address: str | None, namespace: str, resources: Mapping[str, in
     else:
         scratch = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # short: a socket's path has at most 107 bytes
         os.environ["TMPDIR"] = str(scratch)  # for the workers: what a killed one leaves behind goes with the rest
-        ray.init(
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            num_cpus=num_cpus or len(os.sched_getaffinity(0)),
-            resources=dict(resources),
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(scratch),
-        )
+        try:
+            ray.init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                num_cpus=num_cpus or len(os.sched_getaffinity(0)),
+                resources=dict(resources),
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(scratch),
+            )
+        except BaseException:  # an interrupt, too: Ray leaves what it has started so far to end when it notices
+            processes.end(processes.descendants(os.getpid()), grace_s=INTERRUPTED_GRACE_S)
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's ends this process on the spot, uncleaned
     context = ray.get_runtime_context()
     return RaySession(namespace, context.get_node_id(), str(context.gcs_address), scratch)
 

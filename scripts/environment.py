@@ -126,4 +126,7 @@ def fail(problem: str, remedy: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -177,6 +177,7 @@ def _gateway_addresses(deadline_s: float) -> Addresses:
 def serve(config: TandemConfig, *, say: Say) -> None:
     """Start and stay until SIGINT or SIGTERM; in a Ray of somebody else, start and return."""
     _refuse_second()
+    run_state.make_run_folder()  # now, rather than when everything has been started
     stop_now = threading.Event()
 
     def told(signum: int, frame: FrameType | None) -> None:
@@ -220,9 +221,7 @@ def _say_ready(cluster: Running, say: Say) -> None:
 def serve_detached(arguments: list[str], *, say: Say) -> None:
     """`tandem serve ARGUMENTS` as a process of its own: returns when it serves, with what it said told again."""
     _refuse_second()
-    folder = run_state.run_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log_path = folder / "serve.log"
+    log_path = run_state.make_run_folder() / "serve.log"
     with log_path.open("w") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", "serve", *arguments],

@@ -20,6 +20,10 @@ class NotRunning(TandemError):
     """No cluster of ours is running here."""
 
 
+class NoRunFolder(TandemError):
+    """The folder for run-time files cannot be made."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """A running cluster. `owner` is the process that ends it when told to; None: it runs in a Ray of somebody else."""
@@ -49,14 +53,27 @@ def run_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tandem" / "run"
 
 
+def make_run_folder() -> Path:
+    """The folder, readable by its owner alone when it is new. Raises NoRunFolder."""
+    folder = run_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise NoRunFolder(
+            f"{folder} cannot be made ({error.strerror}); set TANDEM_RUN_DIR to another folder"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise NoRunFolder(f"{folder} cannot be written; set TANDEM_RUN_DIR to another folder")
+    return folder
+
+
 def state_file() -> Path:
     return run_folder() / "cluster.json"
 
 
 def save(state: RunState) -> Path:
     """Written whole or not at all, mode 0600."""
-    path = state_file()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = make_run_folder() / state_file().name
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

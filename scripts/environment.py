@@ -28,6 +28,9 @@ PROBE_CUDA = (
     "where = u.find_spec('torch').submodule_search_locations[0]\n"
     "print(runpy.run_path(os.path.join(where, 'version.py')).get('cuda') or '')"
 )
+TORCH_REMEDY = (
+    "is the package index in reach? Else choose another build with `make TORCH=...` or install torch yourself"
+)
 UCX_BUILDS = ("cu12", "cu13")
 
 
@@ -64,7 +67,7 @@ def prepare(venv: Path, torch: str, ucx: str, extras: "list[str]") -> None:
         create(venv)
     check_pip(python)
     if not succeeds([python, "-c", PROBE_TORCH]):
-        pip(python, "torch", [torch], remedy="choose another build with `make TORCH=...` or install torch yourself")
+        pip(python, "torch", [torch], remedy=TORCH_REMEDY)
     names = sorted(have | {ucx or ucx_build(python), *extras})
     pip(python, "Tandem and what it needs", ["--editable", f"{ROOT}[{','.join(names)}]"])
     stamp.write_text(json.dumps({"pyproject": wanted, "extras": names}))

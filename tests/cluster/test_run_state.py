@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster import processes, run_state
-from cluster.run_state import NotRunning, RunState
+from cluster.run_state import NoRunFolder, NotRunning, RunState
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +64,12 @@ def _family_of_two(parent: int) -> tuple[processes.Process, ...]:
     while not (born := processes.descendants(parent)):
         assert mine.alive()
     return (mine, *born)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_variable_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TANDEM_RUN_DIR", str(tmp_path / "file" / "run"))
+    with pytest.raises(NoRunFolder, match="TANDEM_RUN_DIR"):
+        run_state.save(STATE)

@@ -274,6 +274,8 @@ def addresses(timeout_s: float) -> Addresses | None:
     """The gateway's, once it listens; None when that takes longer. Raises NotStarted."""
     try:
         return _within(Addresses, ray.get_actor(GATEWAY).addresses.remote(), timeout_s)
+    except ValueError as error:  # Ray has forgotten its name
+        raise NotStarted("the gateway has ended while it started; its log says why") from error
     except (RayActorError, RayTaskError) as error:
         raise NotStarted(f"the gateway does not start: {_reason(error)}") from error
 

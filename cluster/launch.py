@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster import models, processes, ray_session, run_state
 from cluster.cluster_status import ClusterStatus
-from cluster.config import ROLES, TandemConfig, worker_names
+from cluster.config import ROLES, GatewaySection, TandemConfig, worker_names
 from cluster.ray_session import RaySession
 from cluster.run_state import RunState
 from cluster.wiring import model_source
@@ -76,8 +77,10 @@ def running(config: TandemConfig, *, say: Say, allow_faults: bool = False) -> It
 def start(config: TandemConfig, *, say: Say, allow_faults: bool = False) -> Running:
     """Start everything and wait until it serves. Raises TandemError; nothing is left behind then."""
     api_key = _api_key(config)
-    models.resolve(model_source(config), say=say)
     address = config.cluster.ray_address
+    if address is None:
+        _check_ports(config.gateway)
+    models.resolve(model_source(config), say=say)
     ray_session.prepare_environment(address)
     from cluster import actors
 
@@ -114,6 +117,19 @@ def _api_key(config: TandemConfig) -> str | None:
     if not os.environ.get(name):
         raise StartFailed(f"the SLA file wants the API key in ${name}, which is not set")
     return os.environ[name]
+
+
+def _check_ports(gateway: GatewaySection) -> None:
+    """Look before the minute that a start takes; the gateway, which binds them at its end, cannot say it as plainly."""
+    for key, port in (("http_port", gateway.http_port), ("grpc_port", gateway.grpc_port)):
+        family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+        try:
+            socket.create_server((gateway.host, port), family=family).close()
+        except OSError as error:
+            raise StartFailed(
+                f"port {port} on {gateway.host} cannot be had ({error.strerror}); end what holds it, or set "
+                f"gateway.{key} in the SLA file"
+            ) from error
 
 
 # -- waiting -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,19 @@ def test_known_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("option", [["--prefill", "0"], ["--decode", "-1"]])
 def test_a_pool_has_at_least_one_worker(option: list[str]) -> None:
     assert CliRunner().invoke(main, ["serve", *option]).exit_code == 2
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port"])
+def test_a_taken_port_is_refused_before_anything_starts(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "taken.sla.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            free = probe.getsockname()[1]
+        other = {"http_port": "grpc_port", "grpc_port": "http_port"}[key]
+        file.write_text(f"version: 1\ngateway: {{{key}: {port}, {other}: {free}}}\n")
+        result = CliRunner().invoke(main, ["serve", "--config", str(file)])
+    assert result.exit_code == 1
+    assert f"port {port} on 127.0.0.1" in result.stderr
+    assert f"gateway.{key}" in result.stderr
+    assert "starting Ray" not in result.output

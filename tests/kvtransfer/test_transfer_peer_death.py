@@ -52,11 +52,11 @@ class Scene:
         """Seconds until it had happened."""
         start_s = time.monotonic()
         while True:
-            if pushing and self.role == "source":
-                self._last = keep_pushing(self.engine, self._last)
             self._news.clear()
             self.events += self.engine.poll()
             self.engine.check()
+            if pushing and self.role == "source":  # after the poll: it may have ended all that was in flight
+                self._last = keep_pushing(self.engine, self._last)
             waited_s = time.monotonic() - start_s
             if happened():
                 return waited_s
@@ -85,22 +85,6 @@ class Scene:
 
 @contextmanager
 def scene(role: str, transport: str) -> Iterator[Scene]:
-    """A link that is under way. Its start can stall on a busy machine (a known fault, not this file's claim), so it has
-    three tries; what happens after it began has one."""
-    for last in (False, False, True):
-        with _scene(role, transport) as playing:
-            try:
-                playing.get_going()
-            except AssertionError:
-                if last:
-                    raise
-                continue
-            yield playing
-            return
-
-
-@contextmanager
-def _scene(role: str, transport: str) -> Iterator[Scene]:
     command = [sys.executable, str(HERE / "transfer_peer.py"), OTHER[role], transport]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -38,7 +38,6 @@ from tandem.messages import Expect, Expected, HandedOver, Submit
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 COUNT = 12
-SHORT = 300
 MORE = "<|im_end|>\n<|im_start|>user\nPlease go on, and tell me a little more about it.<|im_end|>\n"
 NO_HURRY = TimeoutsSection(
     heartbeat_s=1.0, suspect_s=300.0, fence_s=600.0, lease_s=300.0, connect_s=300.0, request_s=600.0
@@ -163,35 +162,18 @@ async def test_cold_then_warm_then_the_next_turn_with_a_budget_of_4096(
             assert held >= (length + COUNT - 1) // 16 * 16, "decode holds the answer's own blocks too"
 
 
-async def test_alone_with_a_budget_of_64(smollm2_path: Path, cases: tuple[Case, ...]) -> None:
-    async with running(smollm2_path, config(budget=64)) as cluster:
+@pytest.mark.parametrize("budget", [16, 64])
+async def test_alone_in_small_chunks(smollm2_path: Path, cases: tuple[Case, ...], budget: int) -> None:
+    async with running(smollm2_path, config(budget=budget)) as cluster:
         for i, case in enumerate(cases):
             await ask(cluster, f"r{i}", case.prompt, case.answer)
 
 
-async def test_alone_with_a_budget_of_16_on_prompts_of_up_to_300_tokens(
-    smollm2_path: Path, cases: tuple[Case, ...]
-) -> None:
-    async with running(smollm2_path, config(budget=16)) as cluster:
-        for i, case in enumerate(cases):
-            if len(case.prompt) <= SHORT:
-                await ask(cluster, f"r{i}", case.prompt, case.answer)
-
-
-@pytest.mark.parametrize("budget", [64, 4096])
+@pytest.mark.parametrize("budget", [16, 64, 4096])
 async def test_twenty_at_once(smollm2_path: Path, cases: tuple[Case, ...], budget: int) -> None:
     """Each has 19 neighbours, of all lengths."""
     async with running(smollm2_path, config(budget=budget)) as cluster:
         await asyncio.gather(*(ask(cluster, f"r{i}", case.prompt, case.answer) for i, case in enumerate(cases)))
-
-
-async def test_seventeen_at_once_with_a_budget_of_16_on_prompts_of_up_to_300_tokens(
-    smollm2_path: Path, cases: tuple[Case, ...]
-) -> None:
-    short = [case for case in cases if len(case.prompt) <= SHORT][:17]
-    assert len(short) == 17
-    async with running(smollm2_path, config(budget=16)) as cluster:
-        await asyncio.gather(*(ask(cluster, f"r{i}", case.prompt, case.answer) for i, case in enumerate(short)))
 
 
 # -- sampled ----------------------------------------------------------------------------------------------------------

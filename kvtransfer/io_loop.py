@@ -96,8 +96,8 @@ class IoLoop:
 
     def _run(self) -> None:
         while self._running:
-            timeout_s = self._timeout_s()
             may_sleep = [self._guard(hook) for hook in list(self._hooks)]
+            timeout_s = self._timeout_s()  # after the hooks, which may set a timer
             if self._calls or False in may_sleep:
                 timeout_s = 0.0
             for key, events in self._selector.select(timeout_s):

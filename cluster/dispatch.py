@@ -11,7 +11,9 @@
    there, a refusal ends the stream with an error. So do a lost worker, the deadline and an abort: whatever
    happens to a request is an item of its stream, and `run` is one loop over it.
 3. Before the first token UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with
-   back-off once every worker is full. After the first token an error is an error: never a 200 with other text.
+   back-off once nobody else is left. What one worker says of the other (a failed transfer) is about their link: the
+   other is passed over for a while, not accused. After the first token an error is an error: never a 200 with other
+   text.
 4. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
    request are told to drop it, and the router hears that the reservation is over. If we die, leases and deadlines
    on the workers end by themselves.
@@ -128,6 +130,13 @@ class Attempt:
         prefill = self.placement.prefill
         return prefill if prefill is not None and prefill.name == error.by else self.placement.decode
 
+    def hearsay(self, error: Declined) -> bool:
+        """Whether one worker told of the other: their link failed, which says nothing of the other's health."""
+        answer = _result(self.submit) if self.submit is not None else None
+        told_by_prefill = isinstance(answer, Declined) and replace(answer, by=error.by) == error
+        accused_prefill = self.at_fault(error) is self.placement.prefill
+        return told_by_prefill != accused_prefill
+
     def still_holding(self) -> tuple[WorkerRef, ...]:
         """The workers that may still hold something for this attempt and have to be told."""
         prefill = self.placement.prefill
@@ -148,7 +157,8 @@ class Flight:
     attempts: int = 0
     attempt: Attempt | None = None
     gone: frozenset[str] = frozenset()
-    full: frozenset[str] = frozenset()
+    passed_over: frozenset[str] = frozenset()
+    """Workers without room, or whose link to their peer failed: asked again when nobody else is left."""
     declined: Declined | None = None
     """The last attempt's."""
     placed_s: float | None = None
@@ -314,14 +324,14 @@ class Dispatch:
         return True
 
     async def _place(self, flight: Flight) -> Placement | None:
-        """Ask the router; while all workers are merely full, ask again until the deadline."""
+        """Ask the router; while workers were only passed over, ask again until the deadline."""
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         view = replace(flight.view, request_id=attempt_id)
         backoff_s = self._limits.backoff_s
         while flight.failure is None and self._left_s(flight) > 0:
             try:
                 async with asyncio.timeout(min(self._left_s(flight), self._limits.router_timeout_s)):
-                    placed = await self._router.place(view, flight.gone | flight.full)
+                    placed = await self._router.place(view, flight.gone | flight.passed_over)
             except TimeoutError:
                 if self._left_s(flight) > 0:
                     flight.failure = Declined(Code.UNAVAILABLE, "the router does not answer; try again soon")
@@ -329,11 +339,11 @@ class Dispatch:
             if isinstance(placed, Placement):
                 flight.placed_s = self._clock()
                 return placed
-            if not flight.full:
+            if not flight.passed_over:
                 before = f" (before: {flight.declined.message})" if flight.declined else ""
                 flight.failure = Declined(placed.code, placed.reason + before)
                 return None
-            flight.full = frozenset()
+            flight.passed_over = frozenset()
             await self._sleep(min(backoff_s * (0.5 + self._random.random()), self._left_s(flight)))
             backoff_s = min(2 * backoff_s, self._limits.max_backoff_s)
         flight.failure = flight.failure or Declined(Code.DEADLINE, "the deadline passed before a worker had room")
@@ -375,11 +385,11 @@ class Dispatch:
         """Try elsewhere if that can help and no token is out; else the request has failed."""
         fault = attempt.at_fault(error)
         flight.declined = error
-        if error.code in (Code.UNAVAILABLE, Code.STALE):
+        if error.code is Code.NO_ROOM or attempt.hearsay(error):
+            flight.passed_over |= {fault.name}
+        elif error.code in (Code.UNAVAILABLE, Code.STALE):
             flight.gone |= {fault.name}
             await self._router.suspect(fault, error.message)
-        elif error.code is Code.NO_ROOM:
-            flight.full |= {fault.name}
         exhausted = error.code is not Code.NO_ROOM and flight.attempts >= self._limits.attempts
         if error.code not in RETRYABLE or flight.tokens or exhausted:
             flight.failure = flight.failure or error

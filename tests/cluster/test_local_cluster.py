@@ -134,6 +134,23 @@ async def test_a_failed_transfer_is_an_error_or_the_right_text(
         assert (outcome.code is not None and not tokens) or ids(tokens) == alone(req)
 
 
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.CORRUPT])
+async def test_failed_transfers_cost_a_retry_not_the_worker_they_went_to(
+    toy: Path, alone: Callable[[Request], list[int]], kind: FaultKind
+) -> None:
+    async with running(toy, config()) as cluster:
+        before = {name: cluster.info(name).ref.incarnation for name in cluster.slots}
+        at_fault = "decode-0" if kind is FaultKind.CORRUPT else "prefill-0"
+        for number in range(4):
+            assert await cluster.ask(cluster.info(at_fault).ref, InjectFault(kind)) == FaultInjected()
+            req = request(f"r{number}", 150 + number)
+            tokens, outcome = await cluster.generate(req)
+            assert outcome.code is None, outcome.message
+            assert outcome.attempts == 2
+            assert ids(tokens) == alone(req)
+        assert {name: cluster.info(name).ref.incarnation for name in cluster.slots} == before
+
+
 @pytest.mark.parametrize("after", range(0, 40, 4))
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(toy: Path, after: int) -> None:
     async with running(toy, config()) as cluster:

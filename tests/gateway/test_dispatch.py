@@ -127,6 +127,36 @@ async def test_prefill_that_passes_on_decodes_refusal_is_not_blamed() -> None:
         assert ("decode-0", Abort("r0")) in made.workers.asked
 
 
+async def test_a_failed_link_between_the_two_is_tried_again_and_accuses_nobody() -> None:
+    async with bench() as made:
+        broke = Declined(Code.UNAVAILABLE, "the transfer broke", by="decode-0")
+        made.workers.declines["prefill-0", Submit] = [broke, broke]
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert flight.outcome.attempts == 3
+        assert made.router.suspects == []
+
+
+async def test_what_decode_says_of_prefill_accuses_nobody_either() -> None:
+    async with bench() as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "checksum of span 0", by="prefill-0")]
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert made.router.suspects == []
+
+
+async def test_a_link_that_stays_broken_fails_the_request_after_a_few_tries() -> None:
+    async with bench(limits=Limits(attempts=2)) as made:
+        broke = Declined(Code.UNAVAILABLE, "the transfer broke", by="decode-0")
+        made.workers.declines["prefill-0", Submit] = [broke] * 5
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 2)
+        assert "the transfer broke" in flight.outcome.message
+
+
 async def test_when_every_worker_failed_the_client_hears_unavailable_and_why() -> None:
     async with bench() as made:
         made.workers.declines["prefill-0", Submit] = [Declined(Code.UNAVAILABLE, "the transfer broke")]

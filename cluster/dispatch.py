@@ -441,7 +441,8 @@ def _prefill_answered(attempt: Attempt, task: asyncio.Task[Answer]) -> None:
         return
     answer = task.result()
     if isinstance(answer, FinishedEarly):
-        attempt.stream.put(Delta(attempt.request_id, 0, answer.tokens, answer.finish))
+        for delta in answer.deltas:
+            attempt.stream.put(delta)
     elif not isinstance(answer, HandedOver):
         attempt.stream.end(_refusal(answer, prefill))
 

@@ -29,6 +29,7 @@ from tandem.messages import (
     Commit,
     Committed,
     Declined,
+    Delta,
     DropLease,
     FinishedEarly,
     HandedOver,
@@ -88,8 +89,11 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
+    """The prompt is computed. `tokens`: a first token for each sequence, of beams the likeliest ones. `ended`: what
+    there is to tell when none of the sequences goes on."""
+
     tokens: tuple[Token, ...]
-    finish: FinishReason | None = None
+    ended: tuple[Delta, ...] = ()
     prompt_logprobs: tuple[Token, ...] = ()
 
 
@@ -330,9 +334,9 @@ def _computed_and_push(handoff: Handoff, event: Computed, now: float) -> Step:
 
 def _first(handoff: Handoff, event: FirstToken, now: float) -> Step:
     first = replace(handoff, first=event)
-    if event.finish is None:
+    if not event.ended:
         return first, ()
-    early = FinishedEarly(handoff.request_id, event.tokens, event.finish, _report(first, now), event.prompt_logprobs)
+    early = FinishedEarly(handoff.request_id, event.ended, _report(first, now), event.prompt_logprobs)
     return _end(first, early, ReleaseSource())
 
 

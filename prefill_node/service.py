@@ -30,6 +30,7 @@ from tandem.messages import (
     Code,
     Commit,
     Declined,
+    Delta,
     LeaseGranted,
     Question,
     RenewLease,
@@ -144,10 +145,10 @@ class PrefillNode:
         for request_id in result.plan.preempted:
             if (preempted := self._unanswered.get(request_id)) is not None:
                 self._advance(preempted, h.Computed(0), now)  # its block table is void until it is computed again
-        for progress in result.progress:
-            flight = self._unanswered.get(progress.request_id)
+        for request_id, told in _by_request(result.progress).items():
+            flight = self._unanswered.get(request_id)
             if flight is not None:
-                self._progressed(flight, progress, now)
+                self._progressed(flight, told, now)
 
     def transferred(self, event: kv.TransferEvent, now: float) -> bool:
         """An event of the transfer engine; False: not about a push of ours."""
@@ -213,14 +214,16 @@ class PrefillNode:
             return Declined(Code.INVALID, str(error), by=name)
         return None
 
-    def _progressed(self, flight: Flight, progress: Progress, now: float) -> None:
+    def _progressed(self, flight: Flight, told: list[Progress], now: float) -> None:
+        """`told` is more than one when a request of several sequences ended with its first tokens."""
+        progress = told[0]
         if flight.handoff.stage is Stage.QUEUED:
             self._advance(flight, h.Scheduled(), now)
         if progress.tokens or progress.finish is None:
             self._advance(flight, h.Computed(progress.computed_tokens, progress.cached_tokens), now)
         if progress.tokens:
-            first = h.FirstToken(progress.tokens, progress.finish, progress.prompt_logprobs)
-            self._advance(flight, first, now)
+            ended = tuple(_told(one) for one in told if one.finish is not None)
+            self._advance(flight, h.FirstToken(progress.tokens, ended, progress.prompt_logprobs), now)
         elif progress.finish is not None:
             self._advance(flight, _ending(progress), now)
 
@@ -295,6 +298,18 @@ def _lease_answer(answer: Answer) -> h.Event:
         case Declined():
             return h.Denied(answer)
     return h.Denied(Declined(Code.INTERNAL, f"a lease was answered with {type(answer).__name__}"))
+
+
+def _by_request(progress: Iterable[Progress]) -> dict[str, list[Progress]]:
+    told: dict[str, list[Progress]] = {}
+    for one in progress:
+        told.setdefault(one.request_id, []).append(one)
+    return told
+
+
+def _told(progress: Progress) -> Delta:
+    """How a sequence that ended with its first token is told."""
+    return Delta(progress.request_id, 0, progress.tokens, progress.finish, index=progress.index, score=progress.score)
 
 
 def _ending(progress: Progress) -> h.Event:

@@ -128,11 +128,11 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEarly:
-    """The request ended with its first token (or before): decode was never started."""
+    """Every sequence of the request ended with its first token: decode was never started. `deltas` are what it would
+    have told."""
 
     request_id: str
-    tokens: tuple[Token, ...]
-    finish: FinishReason
+    deltas: tuple[Delta, ...]
     report: HandoffReport
     prompt_logprobs: tuple[Token, ...] = ()
 
@@ -148,8 +148,11 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """`index`: of a request with several sequences end this one only."""
+
     request_id: str
     reason: FinishReason = FinishReason.ABORT
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,8 @@ class LeaseRenewed:
 class Commit:
     """All spans are pushed; here is the first token. Accepted only when every receive of the lease is complete.
 
-    `candidates`: the first tokens; one now, `n` or 2 x width for beams later.
+    `candidates`: one first token for each sequence; of beams the likeliest ones with their log-probabilities, from
+    which `beam_width` go on.
     """
 
     request_id: str
@@ -237,11 +241,15 @@ class Dropped:
 
 # -- worker → gateway --------------------------------------------------------------------------------------------
 
+ENDS_ALL = frozenset({FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR})
+"""Ends that no sequence has by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of one request: new tokens, and at its end why. `seq` counts this request's tokens before this delta, so
-    a repeated or missing delta is seen."""
+    """News of one sequence of a request: new tokens, and at its end why. `seq` counts the sequence's tokens before
+    this delta, so a repeated or missing delta is seen. The request is over when each of its sequences has stopped or
+    reached its length; any other `finish`, and an `error`, is the end of all of them (`ends_request`)."""
 
     request_id: str
     seq: int
@@ -250,6 +258,15 @@ class Delta:
     error: Declined | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[Token, ...] = ()
+    index: int = 0
+    """Which sequence; after beam search or `best_of` its rank."""
+    score: float | None = None
+    """Of beam search and `best_of`, which tell a sequence only once it has ended."""
+
+    @property
+    def ends_request(self) -> bool:
+        """Whether no sequence of the request goes on after this."""
+        return self.error is not None or self.finish in ENDS_ALL
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,18 +425,16 @@ class HandedOver(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., report: _Optional[_Union[HandoffReport, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
 
 class FinishedEarly(_message.Message):
-    __slots__ = ("request_id", "tokens", "finish", "report", "prompt_logprobs")
+    __slots__ = ("request_id", "deltas", "report", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    tokens: Tokens
-    finish: FinishReason
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     report: HandoffReport
     prompt_logprobs: Tokens
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., report: _Optional[_Union[HandoffReport, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., report: _Optional[_Union[HandoffReport, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
 
 class Declined(_message.Message):
     __slots__ = ("code", "message", "by")
@@ -449,12 +447,14 @@ class Declined(_message.Message):
     def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: FinishReason
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    index: int
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Aborted(_message.Message):
     __slots__ = ("request_id", "known")
@@ -565,7 +565,7 @@ class FramesRequest(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
+    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "index", "score")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -573,6 +573,8 @@ class Delta(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seq: int
     tokens: Tokens
@@ -580,7 +582,9 @@ class Delta(_message.Message):
     error: Declined
     cached_tokens: int
     prompt_logprobs: Tokens
-    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+    index: int
+    score: float
+    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "deltas")

@@ -190,8 +190,8 @@ class ScriptedWorkers:
         prompt = tuple(Token(i, None if n == 0 else -1.0) for n, i in enumerate(request.token_ids))
         prompt_logprobs = prompt if request.sampling.prompt_logprobs is not None else ()
         if self.early:
-            tokens = tuple(self._tokens(request)[:1])
-            return FinishedEarly(request.request_id, tokens, FinishReason.LENGTH, REPORT, prompt_logprobs)
+            told = Delta(request.request_id, 0, tuple(self._tokens(request)[:1]), FinishReason.LENGTH)
+            return FinishedEarly(request.request_id, (told,), REPORT, prompt_logprobs)
         self._start(question.decode, request)
         return HandedOver(request.request_id, REPORT, prompt_logprobs)
 

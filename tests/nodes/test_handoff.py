@@ -15,6 +15,7 @@ from tandem.messages import (
     Commit,
     Committed,
     Declined,
+    Delta,
     DropLease,
     FinishedEarly,
     HandedOver,
@@ -119,7 +120,7 @@ def test_decode_that_holds_the_whole_prompt_gets_a_commit_and_no_push() -> None:
 
 
 def test_max_tokens_one_never_asks_decode() -> None:
-    first = h.FirstToken(TOKEN, FinishReason.LENGTH)
+    first = h.FirstToken(TOKEN, (Delta("r", 0, TOKEN, FinishReason.LENGTH),))
     handoff, effects = play(replace(FRESH, alone=True), h.Scheduled(), h.Computed(60), first)
     assert not questions(effects)
     assert [type(answer) for answer in replies(effects)] == [FinishedEarly]
@@ -128,10 +129,10 @@ def test_max_tokens_one_never_asks_decode() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.ASKING, Stage.PUSHING])
 def test_a_first_token_that_ends_the_request_drops_the_lease_and_never_commits(stage: Stage) -> None:
-    handoff, effects = play(at(stage), h.Computed(60), h.FirstToken(TOKEN, FinishReason.STOP))
+    handoff, effects = play(at(stage), h.Computed(60), h.FirstToken(TOKEN, (Delta("r", 0, TOKEN, FinishReason.STOP),)))
     [answer] = replies(effects)
     assert isinstance(answer, FinishedEarly)
-    assert answer.finish is FinishReason.STOP
+    assert [told.finish for told in answer.deltas] == [FinishReason.STOP]
     assert not any(isinstance(question, Commit) for question in questions(effects))
     late, more = play(handoff, h.Granted(GRANT)) if stage is Stage.ASKING else (handoff, effects)
     assert any(isinstance(question, DropLease) for question in questions(more))

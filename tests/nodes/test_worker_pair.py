@@ -138,8 +138,9 @@ def test_max_tokens_one_never_asks_decode(net: Net) -> None:
     submit = net.start(req, "p0", "d0")
     net.until(lambda: submit in net.answers)
     answer = finished_early(net.answers[submit])
-    assert [token.token_id for token in answer.tokens] == single(req)
-    assert answer.finish is FinishReason.LENGTH
+    (told,) = answer.deltas
+    assert [token.token_id for token in told.tokens] == single(req)
+    assert told.finish is FinishReason.LENGTH
     assert not asked(net, AskLease)
     net.abort("r")
     net.run()
@@ -155,8 +156,9 @@ def test_a_first_token_that_stops_never_starts_decode(net: Net, how: str) -> Non
     submit = net.start(req, "p0", "d0")
     net.run()
     answer = finished_early(net.answers[submit])
-    assert answer.finish is FinishReason.STOP
-    assert [token.token_id for token in answer.tokens] == [EOS if how == "eos" else first]
+    (told,) = answer.deltas
+    assert told.finish is FinishReason.STOP
+    assert [token.token_id for token in told.tokens] == [EOS if how == "eos" else first]
     assert not asked(net, Commit)
     assert net.workers["d0"].engine.load(net.now).generated_tokens == 0
     assert net.told["r"].tokens == []

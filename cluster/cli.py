@@ -183,9 +183,12 @@ def config_group() -> None:
 def check(file: Path) -> None:
     """Say in words what FILE means, or refuse it with line, key and remedy."""
     from cluster.config import load_config
-    from cluster.config_words import describe
+    from cluster.config_words import describe, doubts_here
 
-    click.echo(describe(load_config(file)))
+    config = load_config(file)
+    click.echo(describe(config))
+    for doubt in doubts_here(config):
+        click.echo(f"Warning: {doubt}")
 
 
 # -- talking to the running cluster ------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ it does not know; `cluster.config_words` says a config in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.profiles import profile_settings
 
 DEFAULT_MODEL = "smollm2-135m"
 ROLES = ("prefill", "decode")
@@ -33,6 +34,7 @@ class ModelSection:
     device: str = "cpu"
     weights: str = "auto"
     """`packed`: quantised weights are multiplied as the file has them; `dense`: in `dtype`; see `engine.config`."""
+    kernels: str = "auto"
     block_size: int = 16
     max_model_len: int | None = None
     prefix_caching: bool = True
@@ -42,18 +44,29 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSection:
-    """One pool: `count` workers alike. `num_blocks` None: the KV pool is sized from `kv_memory_bytes`."""
+    """One pool: `count` workers alike. `num_blocks` None: the KV pool is sized from `kv_memory_bytes`.
+
+    What a `profile` sets stands here as if the file had said so, except what the file does say; see `profiled_pool`.
+    """
 
     count: int = 1
     threads: int = 1
+    profile: str = "balanced"
     num_blocks: int | None = None
     kv_memory_bytes: int = 1 << 30
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    batching: str = "continuous"
+    chunked_prefill: bool = True
+    preemption: str = "auto"
+    swap_bytes: int = 256 << 20
+    """Host memory for KV of preempted sequences. 0: they are always computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsSection:
+    profile: str = "balanced"
+    """Of the pools that name none."""
     prefill: PoolSection = PoolSection()
     decode: PoolSection = PoolSection()
 
@@ -168,6 +181,12 @@ def load_config(path: str | Path) -> TandemConfig:
     return read_config(Path(path))
 
 
+def profiled_pool(pool: PoolSection, role: str, stated: Collection[str]) -> PoolSection:
+    """The pool with its profile's settings in all fields but those `stated`. Raises ConfigError for the profile."""
+    preset = profile_settings(pool.profile, role)
+    return replace(pool, **{name: value for name, value in preset.items() if name not in stated})
+
+
 def engine_config(config: TandemConfig, role: str, model_path: str | Path) -> EngineConfig:
     """The engine settings of a worker of this role; `model_path` is where the checkpoint lies on its machine."""
     model, pool = config.model, config.pools.of(role)
@@ -177,12 +196,17 @@ def engine_config(config: TandemConfig, role: str, model_path: str | Path) -> En
         kv_dtype=model.kv_dtype,
         device=model.device,
         weights=model.weights,
+        kernels=model.kernels,
         block_size=model.block_size,
         num_blocks=pool.num_blocks,
         kv_memory_bytes=pool.kv_memory_bytes,
         max_model_len=model.max_model_len,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,
+        batching=pool.batching,
+        chunked_prefill=pool.chunked_prefill,
+        preemption=pool.preemption,
+        swap_bytes=pool.swap_bytes,
         prefix_caching=model.prefix_caching,
         prefix_hash=model.prefix_hash,
         hash_seed=model.hash_seed,

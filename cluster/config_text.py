@@ -31,10 +31,13 @@ from cluster.config import (
     TimeoutsSection,
     TlsSection,
     TransferSection,
+    engine_config,
+    profiled_pool,
 )
 from cluster.yaml_lines import Node, YamlProblem, parse
-from engine.config import HASHES, WEIGHTS
-from engine.errors import TandemError
+from engine.config import BATCHINGS, HASHES, KERNELS, PREEMPTIONS, WEIGHTS
+from engine.errors import ConfigError, TandemError
+from engine.profiles import PROFILES
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
@@ -73,12 +76,17 @@ def duration(value: Any) -> float:
 
 def size(value: Any) -> int:
     """`512MiB`, `1GiB`, `1GB` → bytes, above zero."""
-    if _is_number(value):
-        raise Unreadable(f"a size with its unit: {value}MiB or {value}B?")
-    num_bytes = _quantity(value, _SIZE_UNITS, "a size above zero such as 512MiB or 1GiB")
+    num_bytes = size_or_none(value)
     if num_bytes < 1:
         raise Unreadable("a size above zero such as 512MiB or 1GiB")
-    return int(num_bytes)
+    return num_bytes
+
+
+def size_or_none(value: Any) -> int:
+    """As `size`; `0B` is none."""
+    if _is_number(value):
+        raise Unreadable(f"a size with its unit: {value}MiB or {value}B?")
+    return int(_quantity(value, _SIZE_UNITS, "a size above zero such as 512MiB or 1GiB"))
 
 
 def integer(least: int, most: int | None = None) -> Reader:
@@ -189,14 +197,20 @@ class ClassTable:
 _DTYPE = one_of(("float32", "bfloat16", "float16"), {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 _COUNT = integer(1)
 _PORT = integer(1, 65535)
+_PROFILE = Setting("profile", one_of(tuple(PROFILES)))
 
 _POOL = {
     "count": Setting("count", integer(1, 1024)),
     "threads": Setting("threads", _COUNT),
+    "profile": _PROFILE,
     "num_blocks": Setting("num_blocks", _COUNT),
     "kv_memory": Setting("kv_memory_bytes", size),
     "max_num_batched_tokens": Setting("max_num_batched_tokens", integer(16)),
     "max_num_seqs": Setting("max_num_seqs", _COUNT),
+    "batching": Setting("batching", one_of(BATCHINGS)),
+    "chunked_prefill": Setting("chunked_prefill", boolean),
+    "preemption": Setting("preemption", one_of(PREEMPTIONS)),
+    "swap_memory": Setting("swap_bytes", size_or_none),
 }
 _CLASS = Section(
     SlaClass,
@@ -216,6 +230,7 @@ _MODEL = Section(
         "kv_dtype": Setting("kv_dtype", _DTYPE),
         "device": Setting("device", text),
         "weights": Setting("weights", one_of(WEIGHTS)),
+        "kernels": Setting("kernels", one_of(KERNELS)),
         "block_size": Setting("block_size", integer(16)),
         "max_model_len": Setting("max_model_len", _COUNT),
         "prefix_caching": Setting("prefix_caching", boolean),
@@ -228,6 +243,7 @@ _MODEL = Section(
 _POOLS = Section(
     PoolsSection,
     {
+        "profile": _PROFILE,
         "prefill": Section(PoolSection, _POOL, field="prefill"),
         "decode": Section(PoolSection, _POOL, field="decode"),
     },
@@ -401,7 +417,7 @@ class _Walk:
             self.lines[here] = key.line
             entry = section.keys.get(name)
             if entry is None:
-                self.complain(key.line, here, unknown_key(name, tuple(section.keys), path))
+                self.complain(key.line, here, unknown_key(name, section.keys, path))
             elif value.value is None:
                 self.complain(key.line, here, "has no value; give one or take the key out")
             elif isinstance(entry, Setting):
@@ -437,9 +453,9 @@ class _Walk:
         return classes
 
 
-def unknown_key(name: str, valid: tuple[str, ...], path: str) -> str:
+def unknown_key(name: str, valid: Mapping[str, Setting | Section | ClassTable], path: str) -> str:
     """What to say of a key that does not exist: the nearest that does, or the section where it belongs."""
-    folded = {_folded(key): key for key in valid}
+    folded = {entry.field: key for key, entry in valid.items()} | {_folded(key): key for key in valid}
     near = difflib.get_close_matches(_folded(name), folded, n=1, cutoff=0.6)
     homes = [home for home in _homes(ROOT, name) if home != path]
     hints = [f"did you mean {folded[near[0]]!r}?"] if near else []
@@ -477,6 +493,7 @@ def _shown(node: Node) -> str:
 
 
 def _finished(config: TandemConfig, document: Node, walk: _Walk) -> TandemConfig:
+    config = replace(config, pools=_profiled(config.pools, walk))
     _check_together(config, walk)
     if walk.problems:
         raise ConfigFileError(tuple(walk.problems))
@@ -499,12 +516,37 @@ def _named(model: ModelSection, walk: _Walk) -> ModelSection:
     return replace(model, name=path.stem if path.suffix == ".gguf" else path.name)
 
 
+def _profiled(pools: PoolsSection, walk: _Walk) -> PoolsSection:
+    """The pools with what their profiles set; what stands in the file wins."""
+    made = {}
+    for role in ROLES:
+        path = f"pools.{role}"
+        pool = pools.of(role)
+        named = pool if f"{path}.profile" in walk.lines else replace(pool, profile=pools.profile)
+        stated = {setting.field for key, setting in _POOL.items() if f"{path}.{key}" in walk.lines}
+        made[role] = profiled_pool(named, role, stated)
+    return replace(pools, **made)
+
+
+def _check_engines(config: TandemConfig, walk: _Walk) -> None:
+    """What the engine itself would refuse when it starts."""
+    faults: dict[str, str] = {}
+    for role in ROLES:
+        try:
+            engine_config(config, role, config.model.path or config.model.name)
+        except ConfigError as error:
+            own = [key for key, setting in _POOL.items() if setting.field == error.field]
+            path = f"pools.{role}.{own[0]}" if own else f"model.{error.field}"
+            faults[path] = str(error).removeprefix(f"{error.field} ")
+    for path, fault in faults.items():
+        walk.complain(walk.lines.get(path, walk.lines.get(path.rpartition(".")[0], 1)), path, fault)
+
+
 def _check_together(config: TandemConfig, walk: _Walk) -> None:
-    times, model, gateway = config.timeouts, config.model, config.gateway
+    times, gateway = config.timeouts, config.gateway
+    _check_engines(config, walk)
     if not times.heartbeat_s < times.suspect_s < times.fence_s:
         _refuse(walk, "timeouts", "heartbeat must be shorter than suspect, and suspect than fence", times_of(config))
-    if model.block_size % 16:
-        _refuse(walk, "model.block_size", "must be a multiple of 16", str(model.block_size))
     if gateway.http_port == gateway.grpc_port:
         _refuse(walk, "gateway.grpc_port", "must differ from http_port", str(gateway.grpc_port))
     if times.restart_backoff_s > times.restart_backoff_max_s:

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from cluster.config import PoolSection, SlaClass, TandemConfig
+from cluster.models import KNOWN
+
+
+def doubts_here(config: TandemConfig) -> tuple[str, ...]:
+    """What looks like a mistake from this machine; another one, where a worker runs, may know better."""
+    path = config.model.path
+    if path is not None and not Path(path).expanduser().exists():
+        return (f"model.path: there is nothing at {path} on this machine; each worker's host needs it there",)
+    if path is None and config.model.name not in KNOWN and not Path(config.model.name).expanduser().exists():
+        known = ", ".join(KNOWN)
+        return (f"model.name: {config.model.name!r} is no built-in model ({known}); give its place as model.path",)
+    return ()
 
 
 def describe(config: TandemConfig) -> str:
@@ -48,7 +61,25 @@ def _pool(name: str, pool: PoolSection) -> str:
     workers = _count(pool.count, "worker")
     memory = _count(pool.num_blocks, "KV block") if pool.num_blocks else f"{_size(pool.kv_memory_bytes)} of KV cache"
     step = f"steps of up to {_count(pool.max_num_batched_tokens, 'token')} and {_count(pool.max_num_seqs, 'sequence')}"
-    return f"{name}: {workers}, each with {_count(pool.threads, 'thread')}, {memory}, {step}."
+    first = f"{name}: {workers}, each with {_count(pool.threads, 'thread')}, {memory}, {step}"
+    return f"{first} ({pool.profile}).\n  {_BATCHING[pool.batching, pool.chunked_prefill]};\n  {_preemption(pool)}."
+
+
+_BATCHING = {
+    ("continuous", True): "Requests join and leave at every step, long prompts in chunks",
+    ("continuous", False): "Requests join and leave at every step, prompts in steps of their own",
+    ("static", True): "Static batches: nobody joins before all have ended (a baseline to measure against)",
+    ("static", False): "Static batches: nobody joins before all have ended (a baseline to measure against)",
+}
+
+
+def _preemption(pool: PoolSection) -> str:
+    space = f"{_size(pool.swap_bytes)} of host memory"
+    if pool.preemption == "recompute" or not pool.swap_bytes:
+        return "without room its KV is computed again"
+    if pool.preemption == "swap":
+        return f"without room KV goes to {space}"
+    return f"without room KV goes to {space} or is computed again, whichever is cheaper"
 
 
 def _class(sla: SlaClass) -> str:

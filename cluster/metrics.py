@@ -10,7 +10,7 @@ client invents is "unknown". Nothing that a client wrote is ever a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -204,11 +204,12 @@ class WorkerSeries(Collector):
 
     def _loads(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
         loads = [(worker, state, state.load) for worker, state in shown if state.load is not None]
-        blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state", labels=("worker", "role", "state"))
-        for worker, state, load in loads:
-            for kind in ("live", "cached", "free", "leased"):
-                blocks.add_metric((worker, state.role, kind), getattr(load, f"{kind}_blocks"))
-        yield blocks
+        for make, name, help_text, label, parts in _SPLIT_SERIES:
+            family = make(name, help_text, labels=(*_WORKER, label))
+            for worker, state, load in loads:
+                for part, value_of in parts.items():
+                    family.add_metric((worker, state.role, part), value_of(load))
+            yield family
         in_flight = GaugeMetricFamily("tandem_worker_transfers_in_flight", "KV transfers running", labels=_WORKER)
         for worker, state, _ in loads:
             in_flight.add_metric((worker, state.role), state.transfers_in_flight)
@@ -233,11 +234,55 @@ _Family = Callable[..., GaugeMetricFamily | CounterMetricFamily]
 _GAUGE: _Family = GaugeMetricFamily
 _COUNTER: _Family = CounterMetricFamily
 
+_SPLIT_SERIES: tuple[tuple[_Family, str, str, str, Mapping[str, Callable[[EngineLoad], float]]], ...] = (
+    (
+        _GAUGE,
+        "tandem_worker_blocks",
+        "KV blocks by state",
+        "state",
+        {
+            "live": lambda load: load.live_blocks,
+            "cached": lambda load: load.cached_blocks,
+            "free": lambda load: load.free_blocks,
+            "leased": lambda load: load.leased_blocks,
+        },
+    ),
+    (
+        _GAUGE,
+        "tandem_worker_swap_blocks",
+        "Blocks of swap space by state",
+        "state",
+        {
+            "used": lambda load: load.swap_used_blocks,
+            "free": lambda load: load.swap_total_blocks - load.swap_used_blocks,
+        },
+    ),
+    (
+        _COUNTER,
+        "tandem_worker_preemptions",
+        "Sequences put back for want of KV room, by how they get it again",
+        "way",
+        {
+            "swap": lambda load: load.swap_preemptions,
+            "recompute": lambda load: load.preemptions - load.swap_preemptions,
+        },
+    ),
+    (
+        _GAUGE,
+        "tandem_worker_step_time_error",
+        "Mean relative error of recent predictions of a step's time",
+        "kind",
+        {
+            "prefill": lambda load: load.step_times.prefill_error,
+            "decode": lambda load: load.step_times.decode_error,
+        },
+    ),
+)
 _LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_GAUGE, "tandem_worker_running", "Sequences in the batch", "running"),
     (_GAUGE, "tandem_worker_waiting", "Sequences in the queue", "waiting"),
     (_GAUGE, "tandem_worker_queued_prefill_tokens", "Prompt tokens not computed yet", "queued_prefill_tokens"),
-    (_COUNTER, "tandem_worker_preemptions", "Sequences put back for want of KV room", "preemptions"),
+    (_GAUGE, "tandem_worker_swapped", "Sequences that wait in swap space", "swapped"),
     (_COUNTER, "tandem_worker_prefix_query_tokens", "Tokens looked up in the prefix cache", "prefix_queries"),
     (_COUNTER, "tandem_worker_prefix_hit_tokens", "Tokens found in the prefix cache", "prefix_hits"),
     (_COUNTER, "tandem_worker_prompt_tokens", "Prompt tokens computed", "prompt_tokens"),

@@ -9,12 +9,14 @@ import pytest
 
 from cluster import wiring
 from cluster.config import ROLES, ModelSection, PoolSection, PoolsSection, TimeoutsSection, default_config, worker_names
+from cluster.ipc import from_json, to_json
 
 CONFIG = replace(
     default_config(),
     model=ModelSection(name="m", dtype="float32", prefix_hash="sha256", hash_seed=7),
     pools=PoolsSection(
-        prefill=PoolSection(count=2, threads=3, max_num_batched_tokens=128), decode=PoolSection(max_num_seqs=5)
+        prefill=PoolSection(count=2, threads=3, max_num_batched_tokens=128, batching="static", chunked_prefill=False),
+        decode=PoolSection(max_num_seqs=5, preemption="swap", swap_bytes=1 << 20),
     ),
     timeouts=TimeoutsSection(heartbeat_s=0.1, fence_s=1.5, lease_s=4.0, connect_s=0.7),
 )
@@ -29,6 +31,9 @@ def test_a_worker_is_told_its_own_pool(role: str) -> None:
     assert rank.engine.threads == pool.threads
     assert rank.engine.max_num_batched_tokens == rank.worker.prefill.tokens_per_step == pool.max_num_batched_tokens
     assert rank.worker.max_num_seqs == rank.engine.max_num_seqs == pool.max_num_seqs
+    for setting in ("batching", "chunked_prefill", "preemption", "swap_bytes"):
+        assert getattr(rank.engine, setting) == getattr(pool, setting)
+    assert from_json(to_json(rank)).engine == rank.engine, "as the rank process reads it"
     assert rank.worker.heartbeat_s == 0.1
     assert rank.worker.decode.lease_s == 4.0
     assert not rank.worker.allow_faults

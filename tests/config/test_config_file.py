@@ -10,6 +10,7 @@ import pytest
 from cluster.config import (
     POLICY_NAMES,
     ROLES,
+    PoolSection,
     SlaClass,
     TandemConfig,
     default_config,
@@ -18,11 +19,13 @@ from cluster.config import (
     worker_names,
 )
 from cluster.config_text import ROOT, ClassTable, ConfigFileError, Section, config_from_text
-from cluster.config_words import describe
+from cluster.config_words import describe, doubts_here
 from cluster.policies import POLICIES
+from engine.profiles import PROFILES, profile_settings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SLA_FILES = sorted(DEPLOY.glob("*.sla.yaml"))
+PROFILE_KEYS = sorted({key for name in PROFILES for role in ROLES for key in profile_settings(name, role)})
 
 
 def problems(text: str) -> tuple[str, ...]:
@@ -111,6 +114,43 @@ def test_the_engine_settings_of_a_role_come_from_the_model_and_its_pool() -> Non
     assert (decode.prefix_hash, decode.max_model_len) == ("sha256", 2048)
 
 
+def test_a_profile_fills_what_a_pool_leaves_out_and_gives_way_to_what_it_says() -> None:
+    config = config_from_text(
+        "pools:\n  profile: disaggregated\n  prefill: {max_num_seqs: 3}\n  decode: {profile: low-latency}\n"
+    )
+    wanted = {"prefill": profile_settings("disaggregated", "prefill"), "decode": profile_settings("low-latency")}
+    assert [config.pools.of(role).profile for role in ROLES] == ["disaggregated", "low-latency"]
+    for role in ROLES:
+        for name, value in wanted[role].items():
+            stated = role == "prefill" and name == "max_num_seqs"
+            assert getattr(engine_config(config, role, "/m"), name) == (3 if stated else value)
+
+
+@pytest.mark.parametrize("key", PROFILE_KEYS)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_setting_of_a_profile_can_be_overridden_in_the_file(profile: str, key: str) -> None:
+    odd = {int: "17", bool: "false", str: "static"}[type(getattr(PoolSection(), key))]
+    text = f"pools:\n  decode:\n    profile: {profile}\n    {key}: {odd}\n"
+    assert str(getattr(config_from_text(text).pools.decode, key)).lower() == odd
+
+
+def test_how_an_engine_schedules_is_said_per_pool() -> None:
+    config = config_from_text(
+        "model: {weights: dense, kernels: torch}\n"
+        "pools:\n  prefill: {batching: static, chunked_prefill: false}\n"
+        "  decode: {preemption: swap, swap_memory: 64MiB}\n"
+    )
+    prefill, decode = (engine_config(config, role, "/m") for role in ROLES)
+    assert (prefill.batching, prefill.chunked_prefill, prefill.preemption) == ("static", False, "auto")
+    assert (decode.batching, decode.preemption, decode.swap_bytes) == ("continuous", "swap", 64 << 20)
+    assert {(one.weights, one.kernels) for one in (prefill, decode)} == {("dense", "torch")}
+    words = describe(config)
+    assert "Static batches" in words
+    assert "without room KV goes to 64 MiB of host memory." in words
+    none = config_from_text("pools: {decode: {swap_memory: 0B}}")
+    assert engine_config(none, "decode", "/m").swap_bytes == 0
+
+
 def test_workers_have_names_that_stay() -> None:
     assert worker_names(config_from_text("pools: {decode: {count: 2}}"), "decode") == ("decode-0", "decode-1")
 
@@ -146,6 +186,7 @@ UNKNOWN_KEYS = {
     "a key of a neighbour section": ("gateway:\n  checksums: true\n", 2, "gateway.checksums", "under transfer"),
     "a hyphen": ("pools:\n  decode:\n    max-num-seqs: 4\n", 3, "pools.decode.max-num-seqs", "'max_num_seqs'"),
     "capitals": ("gateway:\n  HTTP_Port: 80\n", 2, "gateway.HTTP_Port", "'http_port'"),
+    "bytes for memory": ("pools:\n  decode:\n    swap_bytes: 1\n", 3, "pools.decode.swap_bytes", "'swap_memory'"),
     "nothing near": ("cluster:\n  zzzzzz: 1\n", 2, "cluster.zzzzzz", "namespace, ray_address, num_cpus"),
 }
 
@@ -199,6 +240,21 @@ BAD_VALUES = {
     "unknown version": ("version: 2", "version: is 2", "from 1 to 1"),
     "odd class name": ('classes: {"a b": {}}', "classes.a b", "letters, digits"),
     "half of tls": ("gateway: {tls: {cert: a.pem}}", "gateway.tls", "needs 'key' too"),
+    "unknown profile": ("pools: {profile: quick}", "pools.profile: is 'quick'", "low-latency, balanced"),
+    "unknown profile of a pool": ("pools: {decode: {profile: quick}}", "pools.decode.profile: is 'quick'", "balanced"),
+    "unknown batching": ("pools: {decode: {batching: big}}", "pools.decode.batching: is 'big'", "continuous, static"),
+    "unknown preemption": ("pools: {decode: {preemption: no}}", "pools.decode.preemption", "auto, recompute, swap"),
+    "bare swap space": ("pools: {decode: {swap_memory: 64}}", "pools.decode.swap_memory: is 64", "64MiB or 64B?"),
+    "swapping to nowhere": (
+        "pools: {decode: {preemption: swap, swap_memory: 0B}}",
+        "pools.decode.swap_memory: is 0; ",
+        "positive when preemption is swap",
+    ),
+    "packed weights on a GPU": (
+        "model: {weights: packed, device: cuda}",
+        "model.weights: is 'packed'",
+        "dense or auto",
+    ),
     "odd block size": ("model: {block_size: 24}", "model.block_size", "multiple of 16"),
     "same port twice": ("gateway: {http_port: 80, grpc_port: 80}", "gateway.grpc_port", "differ from http_port"),
     "fence before suspect": ("timeouts: {suspect: 9s, fence: 3s}", "timeouts", "shorter than"),
@@ -301,6 +357,18 @@ def test_the_words_tell_counts_promises_and_where_it_listens() -> None:
     assert "Decode: 1 worker, " in words
     assert "Class chat: first token within 500 ms, then one every 80 ms; priority 5, ended after 120 s." in words
     assert "127.0.0.1: HTTP on port 8000, gRPC on port 50051" in words
+
+
+def test_a_model_that_is_not_here_is_doubted_where_it_is_checked(tmp_path: Path) -> None:
+    assert doubts_here(default_config()) == ()
+    assert doubts_here(config_from_text(f"model: {{path: {tmp_path}}}")) == ()
+    gone = config_from_text(f"model: {{path: {tmp_path / 'gone'}}}")
+    assert gone.warnings == ()
+    (doubt,) = doubts_here(gone)
+    assert doubt.startswith("model.path: ")
+    assert str(tmp_path / "gone") in doubt
+    (doubt,) = doubts_here(config_from_text("model: my-llama"))
+    assert "model.path" in doubt
 
 
 def test_a_config_is_a_value() -> None:

@@ -13,7 +13,7 @@ from cluster.membership import Health
 from cluster.metrics import UNKNOWN, Metrics
 from cluster.outcome import Outcome
 from cluster.snapshot import FASTEST, REASONS
-from engine.types import FinishReason
+from engine.types import FinishReason, StepTimes
 from tandem.messages import Code, HandoffReport, TransferCounters
 from tests.router.worlds import report
 
@@ -144,12 +144,24 @@ def test_workers_show_live_and_cached_blocks_apart(metrics: Metrics) -> None:
     assert total(metrics, "tandem_worker_running", worker="decode-0", role="decode") == 2
 
 
-def test_prefix_cache_preemptions_and_transfers_of_a_worker_are_shown(metrics: Metrics) -> None:
-    told = report("prefill-0", 1, prefix_queries=100, prefix_hits=40, preemptions=2)
+def test_preemptions_are_told_apart_and_swap_space_has_its_own_blocks(metrics: Metrics) -> None:
+    times = StepTimes(prefill_error=0.03, decode_error=0.01)
+    swaps = {"preemptions": 7, "swap_preemptions": 5, "swapped": 2, "swap_total_blocks": 64, "swap_used_blocks": 24}
+    metrics.observe_report("decode", report("decode-0", 1, step_times=times, **swaps))
+    assert total(metrics, "tandem_worker_preemptions_total", worker="decode-0", way="swap") == 5
+    assert total(metrics, "tandem_worker_preemptions_total", worker="decode-0", way="recompute") == 2
+    assert total(metrics, "tandem_worker_preemptions_total", worker="decode-0") == 7
+    assert total(metrics, "tandem_worker_swapped", worker="decode-0") == 2
+    assert total(metrics, "tandem_worker_swap_blocks", worker="decode-0", state="used") == 24
+    assert total(metrics, "tandem_worker_swap_blocks", worker="decode-0") == 64
+    assert total(metrics, "tandem_worker_step_time_error", worker="decode-0", kind="prefill") == 0.03
+
+
+def test_prefix_cache_and_transfers_of_a_worker_are_shown(metrics: Metrics) -> None:
+    told = report("prefill-0", 1, prefix_queries=100, prefix_hits=40)
     metrics.observe_report("prefill", replace(told, transfers=(TransferCounters("ucx", 5, 500, 0.5, 0, 0, 1, 2),)))
     assert total(metrics, "tandem_worker_prefix_query_tokens_total", worker="prefill-0") == 100
     assert total(metrics, "tandem_worker_prefix_hit_tokens_total", worker="prefill-0") == 40
-    assert total(metrics, "tandem_worker_preemptions_total", worker="prefill-0") == 2
     assert total(metrics, "tandem_transfer_pushes_total", worker="prefill-0", scheme="ucx") == 5
     assert total(metrics, "tandem_transfer_push_bytes_total", worker="prefill-0") == 500
     assert total(metrics, "tandem_transfer_in_flight", worker="prefill-0") == 1

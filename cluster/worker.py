@@ -198,7 +198,10 @@ class Worker:
         self.outbox.append((ask_id, answer))
 
     def _abort(self, ask_id: int, abort: Abort, now: float) -> None:
-        known = [node.abort(abort.request_id, abort.reason, now) for node in (self.prefill, self.decode)]
+        if abort.index is None:
+            known = [node.abort(abort.request_id, abort.reason, now) for node in (self.prefill, self.decode)]
+        else:
+            known = [self.decode.abort_sequence(abort.request_id, abort.index, now)]
         self._reply(ask_id, Aborted(abort.request_id, any(known)))
 
     def _replay_prefixes(self, ask_id: int, question: ReplayPrefixes, now: float) -> None:

@@ -59,6 +59,19 @@ def growth_blocks(context_tokens: int, tokens_left: int, *, horizon_tokens: int,
     return -(-after // block_size) - -(-context_tokens // block_size)
 
 
+def growth_of_several(
+    prompt_tokens: int, generated: Sequence[int], max_tokens: int, *, horizon_tokens: int, block_size: int
+) -> int:
+    """The same for sequences that share a prompt, by what each has generated. When they part all but one copy the
+    prompt's last block, unless it is full."""
+    grown = sum(
+        growth_blocks(prompt_tokens + count, max_tokens - count, horizon_tokens=horizon_tokens, block_size=block_size)
+        for count in generated
+    )
+    parting = sum(count <= 1 for count in generated) if prompt_tokens % block_size else 0
+    return grown + max(0, parting - 1)
+
+
 def decide(wish: Wish, room: Room, claims: Iterable[Claim], *, watermark: float) -> Verdict:
     """Whether this wish gets its lease now."""
     older = [claim for claim in claims if claim.wish.key != wish.key and _older(claim.wish, wish)]

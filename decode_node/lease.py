@@ -96,7 +96,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class EngineEnded:
-    """The sequence has ended by itself; its last delta is the service's."""
+    """The last sequence has ended by itself; its last delta is the service's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class AnswerCommit:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """The prompt's KV is complete: emit these tokens and decode on from there."""
+    """The prompt's KV is complete: decode on from these first tokens."""
 
     first: tuple[Token, ...]
     cached_tokens: int
@@ -175,6 +175,9 @@ class Intake:
     until_s: float
     """End of the reservation, then of the lease; renewed. Running requests have none."""
     deadline_s: float | None = None
+    sequences: int = 1
+    beams: bool = False
+    """Whether the sequences are chosen from the first tokens, of which there may then be more."""
     stage: Stage = Stage.EXPECTED
     history: tuple[str, ...] = ()
     lease: LeaseOpened | None = None
@@ -204,6 +207,8 @@ def expected(
     deadline_s: float | None,
     now: float,
     reservation_s: float,
+    sequences: int = 1,
+    beams: bool = False,
 ) -> Intake:
     """A fresh intake; with local prefill (`prefill` None) the engine has the request already."""
     return Intake(
@@ -214,6 +219,8 @@ def expected(
         expected_s=now,
         until_s=now + reservation_s,
         deadline_s=deadline_s,
+        sequences=sequences,
+        beams=beams,
         stage=Stage.EXPECTED if prefill is not None else Stage.RUNNING,
     )
 
@@ -299,6 +306,8 @@ def refuse(intake: Intake, commit: Commit) -> Declined | None:
     lease, me = intake.lease, intake.me
     if lease is None:
         return Declined(Code.STALE, f"request {intake.request_id} has no lease here", by=me.ref.name)
+    first = len(commit.candidates)
+    first = min(first, intake.sequences) if intake.beams else first
     pairs = (
         (Code.STALE, "destination", commit.destination.peer, me.ref.peer),
         (Code.STALE, "source", commit.source.peer, lease.source.peer),
@@ -306,7 +315,7 @@ def refuse(intake: Intake, commit: Commit) -> Declined | None:
         (Code.STALE, "generation", commit.generation, lease.generation),
         (Code.MISMATCH, "layout", commit.layout, me.layout),
         (Code.MISMATCH, "prompt tokens", commit.prompt_tokens, intake.prompt_tokens),
-        (Code.MISMATCH, "first tokens", len(commit.candidates), 1),
+        (Code.MISMATCH, "first tokens", first, intake.sequences),
     )
     for code, what, theirs, ours in pairs:
         if theirs != ours:

@@ -6,14 +6,15 @@ yes; the prefill worker's bytes and its Commit then start the decoding. Every de
 transfer; the second is let go only by the transfer's `Quiet`, and a peer that leaves us waiting for it is cut off. With
 `prefill=None` the engine computes the prompt itself and the rest is the same.
 
-New tokens leave as one frame per gateway and step, numbered without holes.
+New tokens leave as one frame per gateway and step, numbered without holes. Of a request with several sequences each is
+counted by itself; the request ends with the last one, or with the first that fails.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from decode_node import admission
@@ -23,12 +24,12 @@ from decode_node.lease import Intake, Stage
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.types import BlockLease, FinishReason, Progress, Request, StepResult, Token
-from engine.validate import check_fits, validate
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.select import choose
 from tandem.messages import (
+    ENDS_ALL,
     Answer,
     AskLease,
     Code,
@@ -73,7 +74,10 @@ class Guest:
     request: Request
     gateway_id: str
     intake: Intake
-    generated: int = 0
+    open: set[int]
+    """The sequences that are yet to end, by index."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Tokens of each sequence that the gateway was told of."""
     grant: LeaseGranted | None = None
     key: kv.LeaseKey | None = None
     pinned: tuple[int, ...] = ()
@@ -122,8 +126,10 @@ class DecodeNode:
             deadline_s=request.deadline_s,
             now=now,
             reservation_s=self._limits.reservation_s,
+            sequences=request.sequences,
+            beams=request.branching is not None and request.branching.beam_width > 0,
         )
-        self._guests[request.request_id] = Guest(request, expect.gateway_id, intake)
+        self._guests[request.request_id] = Guest(request, expect.gateway_id, intake, set(range(request.answers)))
         self._reply(ask_id, Expected(request.request_id))
 
     def abort(self, request_id: str, reason: FinishReason, now: float) -> bool:
@@ -132,6 +138,16 @@ class DecodeNode:
         if guest is not None:
             self._advance(guest, d.AbortAsked(reason), now)
         return live
+
+    def abort_sequence(self, request_id: str, index: int, now: float) -> bool:
+        """End one sequence of a request that runs, without a word; False when it has ended, or cannot end alone."""
+        guest = self._guests.get(request_id)
+        if guest is None or guest.intake.stage is not Stage.RUNNING:
+            return False
+        if not self._engine.abort(request_id, index=index):
+            return False
+        self._sequence_ended(guest, index, now)
+        return True
 
     # -- from prefill ---------------------------------------------------------------------------------------------
 
@@ -244,15 +260,10 @@ class DecodeNode:
             if expect.prefill is None:
                 self._engine.submit(request)
             else:
-                self._validate(request)
+                self._engine.check_request(request)
         except InvalidRequest as error:
             return Declined(Code.INVALID, str(error), by=name)
         return None
-
-    def _validate(self, request: Request) -> None:
-        info = self._engine.info
-        validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-        check_fits(request, info.total_blocks * info.block_size, "the decode worker's KV pool")
 
     def _refuse_lease(self, guest: Guest | None, ask: AskLease) -> Declined | None:
         me = self._info
@@ -307,9 +318,13 @@ class DecodeNode:
         return Room(load.total_blocks, load.live_blocks, growth)
 
     def _growth(self, guest: Guest) -> int:
-        return admission.growth_blocks(
-            len(guest.request.token_ids) + guest.generated,
-            guest.request.sampling.max_tokens - guest.generated,
+        """Of sequences that are told at their end nobody knows how far they are: each counts as at its start."""
+        request, branching = guest.request, guest.request.branching
+        together = branching is not None and branching.withheld
+        return admission.growth_of_several(
+            len(request.token_ids),
+            [0] * request.sequences if together else [guest.told.get(index, 0) for index in guest.open],
+            request.sampling.max_tokens,
             horizon_tokens=self._limits.growth_horizon_tokens,
             block_size=self._engine.info.block_size,
         )
@@ -365,13 +380,16 @@ class DecodeNode:
 
     def _adopt(self, guest: Guest, first: tuple[Token, ...], cached_tokens: int, now: float) -> None:
         try:
-            self._engine.adopt(guest.request, first)
+            told = self._engine.adopt(guest.request, first)
         except ValueError as error:  # the two ends disagree on whether the first token ends the request
             self._engine.abort(guest.request.request_id, FinishReason.ERROR)
             self._emit(guest, error=Declined(Code.MISMATCH, str(error), by=self._info.ref.name))
             self._advance(guest, d.EngineEnded(), now)
-        else:
+            return
+        if guest.request.branching is None:
             self._emit(guest, tokens=first, cached_tokens=cached_tokens)
+        for progress in told:
+            self._progressed(guest, replace(progress, cached_tokens=cached_tokens), now)
 
     def _forget(self, guest: Guest) -> None:
         self._guests.pop(guest.request.request_id, None)
@@ -393,8 +411,18 @@ class DecodeNode:
                 error=error if failed else None,
                 cached_tokens=progress.cached_tokens,
                 prompt_logprobs=progress.prompt_logprobs,
+                index=progress.index,
+                score=progress.score,
             )
-        if progress.finish is not None:
+        if progress.finish in ENDS_ALL:
+            self._engine.abort(progress.request_id, FinishReason.ABORT)  # its siblings, if they go on
+            self._advance(guest, d.EngineEnded(), now)
+        elif progress.finish is not None:
+            self._sequence_ended(guest, progress.index, now)
+
+    def _sequence_ended(self, guest: Guest, index: int, now: float) -> None:
+        guest.open.discard(index)
+        if not guest.open:
             self._advance(guest, d.EngineEnded(), now)
 
     def _emit(
@@ -406,9 +434,13 @@ class DecodeNode:
         error: Declined | None = None,
         cached_tokens: int = 0,
         prompt_logprobs: tuple[Token, ...] = (),
+        index: int = 0,
+        score: float | None = None,
     ) -> None:
-        delta = Delta(guest.request.request_id, guest.generated, tokens, finish, error, cached_tokens, prompt_logprobs)
-        guest.generated += len(tokens)
+        seq = guest.told.get(index, 0)
+        guest.told[index] = seq + len(tokens)
+        request_id = guest.request.request_id
+        delta = Delta(request_id, seq, tokens, finish, error, cached_tokens, prompt_logprobs, index, score)
         self._news.setdefault(guest.gateway_id, []).append(delta)
 
     def _frame(self, gateway_id: str, deltas: list[Delta]) -> Frame:

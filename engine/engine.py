@@ -35,6 +35,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
 from engine.step_times import StepTimeModel, shape_of
 from engine.swap import BlockMover, CopyRate, probe
+from engine.tiering import BlockBytes, BlockStore, PoolBytes, Tiering
 from engine.types import (
     BlockLease,
     EngineLoad,
@@ -60,7 +61,8 @@ class Runner(Protocol):
 
 class Engine:
     """`memory` is the KV pool's bytes, block after block, for transfers to read and write. `mover` copies blocks to
-    `swap_slots` slots of swap space and back; without it a preempted sequence is always computed again."""
+    `swap_slots` slots of swap space and back; without it a preempted sequence is always computed again. `blocks` are
+    the same bytes for lower tiers to copy, where `memory` cannot be had."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Engine:
         memory: memoryview | None = None,
         mover: BlockMover | None = None,
         swap_slots: int = 0,
+        blocks: BlockBytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         root = hash_root(
@@ -98,6 +101,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._memory = memory
+        self._blocks = PoolBytes(memory, facts.block_bytes) if blocks is None and memory is not None else blocks
         self._pool = BlockPool(facts.total_blocks)
         self._mover = mover
         self._copy_rate = CopyRate()
@@ -115,10 +119,9 @@ class Engine:
         )
         if self._roster.slots.total and mover is not None:
             probe(mover, facts.block_bytes, self._copy_rate, clock)
+        self._tiers: Tiering | None = None
         self._generated = 0
         self._lengths = LengthWatch(self.info.max_model_len)
-        self._pending: list[Progress] = []
-        """What an adoption ended at once, told by the next step."""
         # Set when a plan came out empty, cleared by whatever could change that: so that nobody spins.
         self._stuck = False
         self._first_deadline: float | None = None
@@ -127,11 +130,35 @@ class Engine:
     def open(cls, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> Engine:
         """Read the checkpoint, allocate the pool, build the runner. Raises ModelError or ConfigError."""
         from engine.assemble import assemble  # torch models only where one is loaded
-        from engine.host_swap import HostSwap
+        from engine.host_swap import DeviceBytes, HostSwap
 
         runner, facts, memory = assemble(config)
         mover = HostSwap(runner.pool, config.swap_bytes)
-        return cls(config, runner, facts, memory=memory, mover=mover, swap_slots=mover.slots, clock=clock)
+        blocks = DeviceBytes(runner.pool) if memory is None else None
+        return cls(
+            config, runner, facts, memory=memory, mover=mover, swap_slots=mover.slots, blocks=blocks, clock=clock
+        )
+
+    def attach_tiers(self, store: BlockStore, *, mode: str = "auto", announce: bool = False) -> None:
+        """Offer blocks that leave the pool to `store`, and load prompts' prefixes from it where that is faster than
+        computing them (`mode`: auto, always, never; see `engine.tiering`). Once, before the first request.
+
+        `announce`: what only the store holds is told by `drain_kv_events` as well. Raises TypeError when the pool's
+        bytes cannot be had.
+        """
+        if self._blocks is None:
+            raise TypeError("the KV pool's bytes cannot be copied: no lower tiers")
+        self._tiers = self._roster.tiering = Tiering(
+            self._pool,
+            self._blocks,
+            store,
+            block_size=self.info.block_size,
+            block_bytes=self.info.block_bytes,
+            step_tokens=self._config.max_num_batched_tokens,
+            clock=self._clock,
+            mode=mode,
+            announce=announce,
+        )
 
     def pool_bytes(self) -> memoryview:
         """Writable bytes of the KV pool; block i is [i * block_bytes, (i + 1) * block_bytes).
@@ -144,13 +171,24 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
+    def check_request(self, request: Request, *, prompt_only: bool = False) -> None:
+        """Raises InvalidRequest, naming the field, when it can never run here; `prompt_only`: up to its first token."""
+        info = self.info
+        if self._roster.of(request.request_id):
+            raise InvalidRequest("request_id", f"{request.request_id!r} is already here")
+        validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len, prompt_only=prompt_only)
+        if request.branching is not None and not prompt_only:
+            self._check_branching(request, request.branching.beam_width)
+        capacity = info.total_blocks * info.block_size
+        check_fits(request, capacity, "the KV pool", prompt_only=prompt_only)
+
     def submit(self, request: Request, *, hold: bool = False) -> None:
         """Queue a request; with `hold` it stops after its first token and keeps its blocks until `release`.
 
         Its place in the queue follows from its priority and this engine's clock, not from `arrival_s`. Raises
         InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV pool.
         """
-        self._check(request, prompt_only=hold)
+        self.check_request(request, prompt_only=hold)
         self._roster.add(request, self._clock(), hold=hold)
         self._expect(request)
 
@@ -160,17 +198,18 @@ class Engine:
         A prompt that the cache holds to its last block needs nothing sent (`held_tokens` equals its length). A lease
         has no deadline here: whoever took it adopts or aborts it. Raises InvalidRequest as `submit` does.
         """
-        self._check(request)
+        self.check_request(request)
         seq = self._roster.lease(request, self._clock())
         if seq is None:
             return None
         return BlockLease(request.request_id, tuple(seq.blocks), seq.computed)
 
-    def adopt(self, request: Request, first: tuple[Token, ...]) -> None:
+    def adopt(self, request: Request, first: tuple[Token, ...]) -> tuple[Progress, ...]:
         """The leased blocks hold the prompt's KV and `first` was generated already: run from there.
 
         `first` are the tokens generated so far; of a request with several sequences, the alternatives that its held
-        prefill told. Raises ValueError when there is no such lease, when `first` is empty or ends the request.
+        prefill told, and what they mean for each sequence is returned (some may end with theirs). Raises ValueError
+        when there is no such lease, when `first` is empty or ends the request.
         """
         seq = self._roster.by_id.get(request.request_id)
         if seq is None or seq.state is not State.LEASED:
@@ -180,13 +219,18 @@ class Engine:
         if not first or not self._goes_on(seq, first):
             raise ValueError(f"{request.request_id} has nothing left to generate after {first}")
         self._roster.adopt(seq, () if seq.family else first)
-        if seq.family:
-            self._pending += self._scheduler.branch(seq, first)
         self._expect(request)
+        return self._scheduler.branch(seq, first) if seq.family else ()
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request in any state, its blocks come back now; False when it is not here. No Progress follows."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, *, index: int | None = None) -> bool:
+        """End a request in any state, its blocks come back now; False when it is not here. No Progress follows.
+
+        `index`: of a request that tells its sequences as they go, end this one alone. Of the others (beams,
+        `best_of`) none can be spared, and nothing happens.
+        """
         sequences = [seq for seq in self._roster.of(request_id) if not seq.done]
+        if index is not None:
+            sequences = [seq for seq in sequences if _is_own(seq, index)]
         for seq in sequences:
             _log.debug("%s ends as %s while %s", seq.name, reason, seq.state)
             self._roster.end(seq)
@@ -221,17 +265,21 @@ class Engine:
         """Whether a step now could do anything. False as well while all that waits is waiting for blocks."""
         if self._first_deadline is not None and self._first_deadline <= self._clock():
             return True
+        if self._tiers is not None and self._tiers.ready(self._clock()):
+            return True
         roster = self._roster
-        return bool(self._pending) or (not self._stuck and bool(roster.waiting or roster.swapped or roster.running))
+        return not self._stuck and bool(roster.waiting or roster.swapped or roster.running)
 
     def next_deadline(self) -> float | None:
         """A time at or before which nobody's deadline passes: call `step` again then, even without work."""
-        return self._first_deadline
+        loads = self._tiers.next_deadline() if self._tiers is not None else None
+        return min((time for time in (self._first_deadline, loads) if time is not None), default=None)
 
     def step(self, now: float) -> StepResult | None:
         """Plan, run, sample, apply; None when there was nothing to do."""
-        expired = tuple(self._pending) + self._expired(now)
-        self._pending.clear()
+        expired = self._expired(now)
+        if self._tiers is not None:
+            self._tiers.pump(now, decoding=any(seq.decoding for seq in self._roster.running))
         plan = self._scheduler.plan(now)
         moves = plan.preempted or plan.swap_in or plan.copies
         self._stuck = not plan.chunks and not moves
@@ -241,6 +289,8 @@ class Engine:
         progress = self._moved(plan)
         if not progress and plan.chunks:
             progress = self._carried_out(plan)
+        if self._tiers is not None:
+            self._tiers.write_behind(plan.num_tokens)
         return StepResult(expired + progress, started_s, self._clock() - started_s, plan)
 
     def _moved(self, plan: StepPlan) -> tuple[Progress, ...]:
@@ -287,7 +337,7 @@ class Engine:
 
     def load(self, now: float) -> EngineLoad:
         """This engine's state in numbers. `now` is unused today: nothing in it depends on the time."""
-        roster, pool = self._roster, self._pool
+        roster, pool, tiers = self._roster, self._pool, self._tiers
         queues = (roster.waiting, roster.swapped, roster.running)
         pending = [seq for queue in queues for seq in queue if not seq.decoding]
         return EngineLoad(
@@ -311,10 +361,15 @@ class Engine:
             swap_preemptions=roster.swap_preemptions,
             swap_total_blocks=roster.slots.total,
             swap_used_blocks=roster.slots.total - roster.slots.free,
+            tiers=tiers.load() if tiers is not None else (),
+            tier_loads=tiers.loads_chosen if tiers is not None else 0,
+            tier_recomputes=tiers.loads_declined if tiers is not None else 0,
         )
 
     def drain_kv_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
         """Prefix keys stored and removed since the last call, and whether everything was forgotten before that."""
+        if self._tiers is not None:
+            self._tiers.tell()
         return self._pool.drain_changes()
 
     def retell_kv_events(self) -> int:
@@ -331,16 +386,6 @@ class Engine:
         self._roster.check()
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _check(self, request: Request, *, prompt_only: bool = False) -> None:
-        info = self.info
-        if self._roster.of(request.request_id):
-            raise InvalidRequest("request_id", f"{request.request_id!r} is already here")
-        validate(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len, prompt_only=prompt_only)
-        if request.branching is not None:
-            self._check_branching(request, request.branching.beam_width)
-        capacity = info.total_blocks * info.block_size
-        check_fits(request, capacity, "the KV pool", prompt_only=prompt_only)
 
     def _check_branching(self, request: Request, width: int) -> None:
         info = self.info
@@ -380,3 +425,10 @@ class Engine:
         ]
         self._first_deadline = min(ahead, default=None)
         return expired
+
+
+def _is_own(seq: Sequence, index: int) -> bool:
+    """Whether this is the sequence that is told as `index`, and runs by itself."""
+    if seq.family is None:
+        return index == 0
+    return seq.family.forked and not seq.family.withheld and seq.index == index

@@ -35,12 +35,12 @@ class Family:
     @property
     def withheld(self) -> bool:
         """Whether results are told at the end only."""
-        return self.search is not None or self.size > self.branching.n
+        return self.branching.withheld
 
     @property
     def size(self) -> int:
         """Sequences that are generated."""
-        return self.branching.beam_width or self.branching.best_of or self.branching.n
+        return self.branching.size
 
     def collect(self, index: int, token: Token, finish: FinishReason | None) -> None:
         """Keep what is told at the end."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.beams import Beam, BeamSearch
 from engine.budget import least_share, prompt_tokens_within, step_limit_s
@@ -409,9 +409,10 @@ class Scheduler:
         assert family is not None, f"{seq.name} has no family"
         if seq.hold:
             self._roster.park(seq)
-            ends = {self.finish_reason(seq.request, token, 1) for token in alternatives}
-            finish = next(iter(ends)) if len(ends) == 1 else None
-            return (Progress(seq.request_id, seq.computed, alternatives, finish, "", told, seq.cached_tokens),)
+            reasons = [self.finish_reason(seq.request, token, 1) for token in alternatives]
+            if None not in reasons:
+                return _ended_at_once(seq, family, list(zip(alternatives, reasons, strict=True)), told)
+            return (Progress(seq.request_id, seq.computed, alternatives, None, "", told, seq.cached_tokens),)
         note = (
             (Progress(seq.request_id, seq.computed, prompt_logprobs=told, cached_tokens=seq.cached_tokens),)
             if told
@@ -521,3 +522,18 @@ def _together(seq: Sequence) -> tuple[Sequence, ...]:
     if seq.family is not None and seq.family.search is not None:
         return tuple(seq.family.members)
     return (seq,)
+
+
+def _ended_at_once(
+    seq: Sequence, family: Family, ends: list[tuple[Token, FinishReason | None]], told: tuple[Token, ...]
+) -> tuple[Progress, ...]:
+    """The results of a held request each of whose first tokens ends it."""
+    if family.search is not None:
+        reasons = {token.token_id: reason for token, reason in ends}
+        family.search.advance([[token for token, _ in ends]], [()], lambda token_id, length: reasons[token_id])
+    elif family.withheld:
+        for index, (token, reason) in enumerate(ends):
+            family.collect(index, token, reason)
+    each = (Progress(seq.request_id, seq.computed, (token,), end, index=i) for i, (token, end) in enumerate(ends))
+    results = family.results() if family.withheld else tuple(each)
+    return tuple(replace(one, prompt_logprobs=told, cached_tokens=seq.cached_tokens) for one in results)

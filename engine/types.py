@@ -63,6 +63,16 @@ class Branching:
     """When beam search ends: `yes`, with the first `beam_width` finished; `no`, when a running beam as it stands is no
     better than the worst finished one; `never`, when it could not become so at any length."""
 
+    @property
+    def size(self) -> int:
+        """Sequences that are generated."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def withheld(self) -> bool:
+        """Whether results are told at the end only."""
+        return self.beam_width > 0 or self.size > self.n
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -85,6 +95,16 @@ class Request:
     sequence_index: int = 0
     branching: Branching | None = None
     """None: one sequence."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are generated."""
+        return 1 if self.branching is None else self.branching.size
+
+    @property
+    def answers(self) -> int:
+        """Sequences that are returned."""
+        return 1 if self.branching is None else self.branching.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +173,8 @@ class Progress:
 
     `computed_tokens` counts positions whose KV is now in the pool; every block wholly below it is final and may be
     sent away. `tokens` are newly sampled ones. A sequence with a `finish` is gone from the engine unless it was
-    submitted with `hold`, in which case its blocks stay until `Engine.release`; of a held request with several
-    sequences `tokens` are the alternatives for its first token.
+    submitted with `hold`, in which case its blocks stay until `Engine.release`. Of a held request with several
+    sequences `tokens` are the alternatives for its first token, unless all of them end it: then each result is told.
     """
 
     request_id: str
@@ -218,6 +238,24 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLoad:
+    """What one lower tier of KV holds, and has done since the start. `hits` are blocks that were read, verified and
+    used; `misses` were counted on and did not come; `failed` are reads and writes that went wrong or came too late."""
+
+    name: str
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    stored: int = 0
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    failed: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A worker's state in numbers, for the router and for metrics. Blocks: total = free + live + cached.
 
@@ -247,3 +285,7 @@ class EngineLoad:
     """Of `preemptions`, those that swapped; the others compute again."""
     swap_total_blocks: int = 0
     swap_used_blocks: int = 0
+    tiers: tuple[TierLoad, ...] = ()
+    tier_loads: int = 0
+    """Prompts whose prefix was loaded from a lower tier, and those that computed because that was estimated faster."""
+    tier_recomputes: int = 0

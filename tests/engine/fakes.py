@@ -7,7 +7,7 @@ reused too early or a chunk at the wrong position changes the numbers and with t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -192,9 +192,12 @@ class Story:
         if result is None:
             return False
         self.steps += 1
-        for one in result.progress:
-            self.progress.setdefault(one.request_id, []).append(one)
+        self.hear(result.progress)
         return True
+
+    def hear(self, progress: Iterable[Progress]) -> None:
+        for one in progress:
+            self.progress.setdefault(one.request_id, []).append(one)
 
     def run(self, most: int = 5000) -> Story:
         for _ in range(most):

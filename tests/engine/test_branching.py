@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fakes import EOS, Clock, Story, expected, make_engine, make_request, prompt
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.types import FinishReason, Progress, Request
+from engine.types import FinishReason, Progress, Request, SamplingParams
 
 
 def by_index(story: Story, request_id: str) -> dict[int, list[int]]:
@@ -146,12 +147,56 @@ def test_several_sequences_are_handed_over_once(fields: dict[str, int]) -> None:
     lease = decode.lease(request)
     assert lease is not None
     runner_of(prefill).copy(prefill.block_table("x"), runner_of(decode), lease.block_ids)
-    decode.adopt(request, told.tokens)
+    story = Story(decode)
+    story.hear(decode.adopt(request, told.tokens))
     prefill.release("x")
     assert prefill.load(0.0).live_blocks == 0
-    story = Story(decode).run()
+    story.run()
     assert by_index(story, "x") == by_index(want, "x")
     assert decode.load(0.0).live_blocks == 0
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}, {"beam_width": 3, "n": 2}])
+def test_a_held_request_whose_first_tokens_all_end_it_tells_its_results(fields: dict[str, int]) -> None:
+    request = replace(sampled("x", **fields), sampling=SamplingParams(max_tokens=1, seed=9))
+    want, engine = run_all(make_engine(), request), make_engine()
+    engine.submit(request, hold=True)
+    told = Story(engine).run().progress["x"]
+    assert [(one.index, one.tokens, one.finish, one.score) for one in told] == [
+        (one.index, one.tokens, one.finish, one.score) for one in want.progress["x"]
+    ]
+    assert {one.finish for one in told} == {FinishReason.LENGTH}
+    engine.release("x")
+    assert engine.load(0.0).live_blocks == 0
+
+
+def test_one_of_several_sequences_can_be_ended_and_the_others_say_the_same() -> None:
+    want = by_index(run_all(make_engine(), sampled("x", n=3)), "x")
+    engine = make_engine()
+    engine.submit(sampled("x", n=3))
+    story = Story(engine)
+    while len(by_index(story, "x")) < 3:
+        story.step()
+    for gone in (0, 2):
+        assert engine.abort("x", index=gone)
+        assert not engine.abort("x", index=gone)
+    story.run()
+    got = by_index(story, "x")
+    assert got[1] == want[1]
+    assert len(got[0]) == len(got[2]) == 1
+    assert engine.load(0.0).live_blocks == 0
+
+
+def test_of_sequences_that_are_told_together_none_is_spared() -> None:
+    for fields in ({"best_of": 3}, {"beam_width": 3}):
+        want = by_index(run_all(make_engine(), sampled("x", **fields)), "x")
+        engine = make_engine()
+        engine.submit(sampled("x", **fields))
+        story = Story(engine)
+        for _ in range(3):
+            story.step()
+        assert not engine.abort("x", index=0)
+        assert by_index(story.run(), "x") == want
 
 
 # -- beams ---------------------------------------------------------------------------------------------------------

@@ -184,13 +184,13 @@ def report(continuous: Run, static: Run, lengths: tuple[int, ...], seats: int) -
     )
     ratio, ideal = static.seconds / continuous.seconds, ideal_static / ideal_continuous
     print(f"ratio {ratio:.2f}, ideal {ideal:.2f} ({ideal_static:.2f} s / {ideal_continuous:.2f} s)")
-    result = {
-        "ratio": ratio,
-        "ideal_ratio": ideal,
-        "of_ideal": ratio / ideal,
-        "tokens_per_s": tokens / continuous.seconds,
+    ratios = {"continuous_vs_static": ratio, "ideal": ideal, "of_ideal": ratio / ideal}
+    line = {
+        "bench": "batching",
+        "ratios": {name: round(value, 4) for name, value in ratios.items()},
+        "tokens_per_s": round(tokens / continuous.seconds, 1),
     }
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

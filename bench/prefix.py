@@ -3,8 +3,8 @@
     python -m bench.prefix [--model NAME_OR_PATH] [--system 2000] [--chats 4] [--turns 3] [--threads 2]
 
 One request at a time, so that the time is the prompt's alone. The two engines answer each turn one after the other,
-which a machine that slows down slows alike. `fall` is of the mean over all turns, the first and cold one included; the
-published figure for such traffic is 0.62. The last line is JSON.
+which a machine that slows down slows alike. `ttft_fall` is of the mean over all turns, the first and cold one included;
+the published figure for such traffic is 0.62. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -86,14 +86,17 @@ def report(times: dict[str, list[float]], cached: Engine) -> None:
     means = {name: statistics.mean(seconds) for name, seconds in times.items()}
     print(f"step-time model of prefill errs by {load.step_times.prefill_error:.1%}, of decode by", end=" ")
     print(f"{load.step_times.decode_error:.1%}")
-    result = {
-        "ttft_plain_s": means["plain"],
-        "ttft_cached_s": means["cached"],
-        "fall": 1 - means["cached"] / means["plain"],
-        "fall_warm": 1 - statistics.mean(times["cached"][1:]) / statistics.mean(times["plain"][1:]),
+    ratios = {
+        "ttft_fall": 1 - means["cached"] / means["plain"],
+        "ttft_fall_warm": 1 - statistics.mean(times["cached"][1:]) / statistics.mean(times["plain"][1:]),
         "hit_share": load.prefix_hits / load.prefix_queries,
     }
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    line = {
+        "bench": "prefix",
+        "ratios": {name: round(value, 4) for name, value in ratios.items()},
+        "ttft_s": {name: round(seconds, 4) for name, seconds in means.items()},
+    }
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

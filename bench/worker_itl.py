@@ -148,7 +148,7 @@ def main() -> int:
     ratio = statistics.median(gaps["worker"]) / statistics.median(gaps["bare"])
     for name, value in report.items():
         print(f"{name:22} {value:9.2f}")
-    print(json.dumps({"bench": "worker_itl", "streams": args.streams, **report, "ratio": round(ratio, 3)}))
+    print(json.dumps({"bench": "worker_itl", "streams": args.streams, **report, "ratios": {"itl": round(ratio, 3)}}))
     return 0
 
 

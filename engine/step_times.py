@@ -5,8 +5,9 @@
 
 `context` of prompt work is the mean number of positions its tokens look back at (`start + tokens / 2`), of decodes the
 sum over the batch. The six numbers are one weighted least-squares problem: errors count relative to the measured time,
-old samples fade, a weak ridge pulls towards the priors what was never seen apart, and none may be negative (a shape
-taken from DistServe's and Mooncake's cost models). Pure arithmetic; times are handed in.
+old samples fade as new ones of their kind come (so a thousand steps of decodes do not make prompts forgotten), a weak
+ridge pulls towards the priors what was never seen apart, and none may be negative (a shape taken from DistServe's and
+Mooncake's cost models). Each error told is of a prediction made before its step. Pure arithmetic; times are handed in.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from dataclasses import dataclass
 
 from engine.types import Chunk, StepTimes
 
-_FADE = 0.99
-"""What a sample still counts after the next one: a memory of about a hundred steps."""
+_FADE = 0.98
+"""What a sample still counts after the next one of its kind: a memory of about fifty."""
+_FADE_WHEN_WRONG, _WRONG = 0.9, 0.25
+"""The same while recent predictions err by more than this: the machine has changed, and a slow step weighs little."""
 _RIDGE = 0.01
 """Weight of the priors, in samples."""
-_ERROR_STEP = 0.2
+_ERROR_STEP = 0.1
 _OUTLIER = 4.0
 """A step this many times slower than predicted was disturbed from outside; it counts as this many times."""
 _TRUST_AFTER = 20
 _SMALL = (1e-2, 1e-3, 1e-6, 1e-2, 1e-3, 1e-5)
 """The scale of a coefficient whose prior is nothing."""
-_SWEEPS = 25
 
 Vector = tuple[float, float, float, float, float, float]
 
@@ -73,9 +75,7 @@ class StepTimeModel:
         self._times = priors or StepTimes()
         self._priors: Vector = (*self._times.prefill, *self._times.decode)
         self._scales = tuple(prior or small for prior, small in zip(self._priors, _SMALL, strict=True))
-        size = len(self._priors)
-        self._gram = [[0.0] * size for _ in range(size)]
-        self._moment = [0.0] * size
+        self._prompts, self._decodes = _Evidence(), _Evidence()
         self._errors = [self._times.prefill_error, self._times.decode_error]
         self._samples = 0
         self._stale = False
@@ -98,10 +98,17 @@ class StepTimeModel:
         self._note_error(shape, expected, duration_s)
         if self._samples >= _TRUST_AFTER:
             duration_s = min(duration_s, _OUTLIER * expected)
-        self._accumulate(shape.features(), duration_s)
+        scaled = (value * scale / duration_s for value, scale in zip(shape.features(), self._scales, strict=True))
+        evidence, error = self._of(shape)
+        evidence.add(tuple(scaled), _FADE if error < _WRONG else _FADE_WHEN_WRONG)
         self._samples += 1
         # A fit costs about 100 microseconds: often while little is known, then every few steps.
         self._stale = self._stale or self._samples <= _TRUST_AFTER or self._samples % 8 == 0
+
+    def _of(self, shape: StepShape) -> tuple[_Evidence, float]:
+        if shape.prefill_tokens:
+            return self._prompts, self._errors[0]
+        return self._decodes, self._errors[1]
 
     def _note_error(self, shape: StepShape, expected: float, actual: float) -> None:
         error = abs(expected - actual) / actual
@@ -109,26 +116,59 @@ class StepTimeModel:
             if concerned:
                 self._errors[kind] += _ERROR_STEP * (min(error, 1.0) - self._errors[kind])
 
-    def _accumulate(self, features: Vector, duration_s: float) -> None:
-        scaled = [value * scale / duration_s for value, scale in zip(features, self._scales, strict=True)]
-        for row, left in enumerate(scaled):
-            self._moment[row] = _FADE * self._moment[row] + left
-            line = self._gram[row]
-            for column, right in enumerate(scaled):
-                line[column] = _FADE * line[column] + left * right
-
     def _fit(self) -> StepTimes:
-        """Coordinate descent on the non-negative, ridged normal equations, from the last solution."""
-        scales, gram, moment = self._scales, self._gram, self._moment
-        pulls = [prior / scale for prior, scale in zip(self._priors, scales, strict=True)]
-        last = (*self._times.prefill, *self._times.decode)
-        solution = [value / scale for value, scale in zip(last, scales, strict=True)]
-        for _ in range(_SWEEPS):
-            for i, line in enumerate(gram):
-                rest = sum(line[j] * value for j, value in enumerate(solution) if j != i)
-                solution[i] = max(0.0, (moment[i] - rest + _RIDGE * pulls[i]) / (line[i] + _RIDGE))
-        a, b, c, d, e, f = (value * scale for value, scale in zip(solution, scales, strict=True))
+        """The ridged normal equations of both kinds together, solved without negative numbers."""
+        prompts, decodes = self._prompts, self._decodes
+        gram = [[x + y for x, y in zip(*rows, strict=True)] for rows in zip(prompts.gram, decodes.gram, strict=True)]
+        moment = [x + y for x, y in zip(prompts.moment, decodes.moment, strict=True)]
+        for i, (prior, scale) in enumerate(zip(self._priors, self._scales, strict=True)):
+            gram[i][i] += _RIDGE
+            moment[i] += _RIDGE * prior / scale
+        solution = _solved_above_zero(gram, moment)
+        a, b, c, d, e, f = (value * scale for value, scale in zip(solution, self._scales, strict=True))
         return StepTimes((a, b, c), (d, e, f), self._errors[0], self._errors[1], self._samples)
+
+
+class _Evidence:
+    """What the steps of one kind have taught: normal equations whose target is always 1, since errors are relative."""
+
+    def __init__(self) -> None:
+        self.gram = [[0.0] * len(_SMALL) for _ in _SMALL]
+        self.moment = [0.0] * len(_SMALL)
+
+    def add(self, row: tuple[float, ...], fade: float) -> None:
+        for i, left in enumerate(row):
+            self.moment[i] = fade * self.moment[i] + left
+            line = self.gram[i]
+            for j, right in enumerate(row):
+                line[j] = fade * line[j] + left * right
+
+
+def _solved_above_zero(gram: list[list[float]], moment: list[float]) -> list[float]:
+    """Solves gram · x = moment; what comes out negative, the most negative first, is set to nothing and left out."""
+    free = list(range(len(moment)))
+    while free:
+        solution = _solved([[gram[i][j] for j in free] for i in free], [moment[i] for i in free])
+        least = min(solution)
+        if least >= 0:
+            by_index = dict(zip(free, solution, strict=True))
+            return [by_index.get(i, 0.0) for i in range(len(moment))]
+        del free[solution.index(least)]
+    return [0.0] * len(moment)
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination of a positive definite system, which needs no pivots; both arguments are used up."""
+    size = len(right)
+    for i, line in enumerate(matrix):
+        for j in range(i + 1, size):
+            share = matrix[j][i] / line[i]
+            if share:
+                matrix[j] = [x - share * y for x, y in zip(matrix[j], line, strict=True)]
+                right[j] -= share * right[i]
+    for i in reversed(range(size)):
+        right[i] = (right[i] - sum(matrix[i][j] * right[j] for j in range(i + 1, size))) / matrix[i][i]
+    return right
 
 
 def _dot(left: Vector, right: Vector) -> float:

@@ -231,7 +231,7 @@ BAD_VALUES = {
     "text for a boolean": ('transfer: {checksums: "no"}', "transfer.checksums: is 'no'", "true or false"),
     "number for a text": ("model: {name: 7}", "model.name: is 7", "in quotes"),
     "empty text": ('model: {name: ""}', "model.name: is ''", "not empty"),
-    "list for a section": ("pools: [1, 2]", "pools", "must be a mapping with keys such as prefill, decode"),
+    "list for a section": ("pools: [1, 2]", "pools", "must be a mapping with keys such as profile, prefill, decode"),
     "number for a section": ("model: 7", "model", "must be a mapping"),
     "mapping for a value": ("classes: {a: {ttft: {x: 1}}}", "classes.a.ttft: is a mapping", "above zero"),
     "list for the classes": ("classes: [a]", "classes", "from class names to their promises"),

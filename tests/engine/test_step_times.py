@@ -60,6 +60,34 @@ def test_one_disturbed_step_hardly_matters() -> None:
     assert model.predict_s(shape) == pytest.approx(before, rel=0.25)
 
 
+@pytest.mark.parametrize("kind", ["prompts", "decodes"])
+def test_what_is_rare_is_not_forgotten_among_a_thousand_steps_of_the_other_kind(kind: str) -> None:
+    model = learnt(TRUE, 200)
+    rare, often = StepShape(512, 512 * 256.0), StepShape(decodes=8, decode_context=4000)
+    rare, often = (rare, often) if kind == "prompts" else (often, rare)
+    for _ in range(1500):
+        model.observe(often, predict_s(TRUE, often))
+    assert model.predict_s(rare) == pytest.approx(predict_s(TRUE, rare), rel=0.05)
+
+
+def test_noise_and_disturbed_steps_leave_the_error_told_near_the_error_made() -> None:
+    """Times vary by 10 %; a step in twenty is disturbed and takes up to eight times as long."""
+    chance, model = random.Random(4), StepTimeModel()
+    made: dict[bool, list[float]] = {True: [], False: []}
+    for i, shape in enumerate(shapes(600, seed=2)):
+        truth_s = predict_s(TRUE, shape)
+        if i >= 100:
+            made[shape.prefill_tokens > 0].append(abs(model.predict_s(shape) / truth_s - 1))
+        disturbance = chance.uniform(2, 8) if chance.random() < 0.05 else 1.0
+        model.observe(shape, truth_s * chance.uniform(0.9, 1.1) * disturbance)
+    for errors in made.values():
+        assert sum(errors) / len(errors) < 0.08
+        assert max(errors) < 0.25
+    told = (model.times.prefill_error, model.times.decode_error)
+    assert all(0.01 < error < 0.25 for error in told), told
+    assert min(*model.times.prefill, *model.times.decode) >= 0
+
+
 def test_no_coefficient_is_ever_negative_and_unseen_shapes_keep_their_priors() -> None:
     model = StepTimeModel()
     chance = random.Random(3)

@@ -10,8 +10,23 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from engine.prefix_cache import KvChanges, PrefixCache
+
+
+class Watcher(Protocol):
+    """Who is told of blocks that can be found, for as long as their bytes are there. `keys` are a block's granules'."""
+
+    def published(self, block: int, keys: tuple[bytes, ...]) -> None: ...
+
+    def evicting(self, block: int, keys: tuple[bytes, ...]) -> None:
+        """The block still holds its bytes until this returns."""
+        ...
+
+    def forgotten(self, keys: tuple[bytes, ...]) -> None:
+        """The block is not to be found any more because its content is wrong."""
+        ...
 
 
 class BlockPool:
@@ -24,6 +39,11 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._cache = PrefixCache()
+        self._watcher: Watcher | None = None
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` from now on."""
+        self._watcher = watcher
 
     @property
     def free(self) -> int:
@@ -85,7 +105,21 @@ class BlockPool:
         """Make a live, full block findable under its granules' keys; False when that prefix is known already."""
         if not self._references[block]:
             raise ValueError(f"block {block} is not live: its content is nobody's")
-        return self._cache.put(block, keys)
+        entered = self._cache.put(block, keys)
+        if entered and self._watcher is not None:
+            self._watcher.published(block, keys)
+        return entered
+
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        """The keys under which a block was published; nothing when it is not to be found."""
+        return self._cache.keys_of(block)
+
+    def hold_elsewhere(self, keys: Iterable[bytes]) -> None:
+        """A lower tier holds these keys: they are told as stored, though `match` finds no block."""
+        self._cache.hold_elsewhere(keys)
+
+    def drop_elsewhere(self, keys: Iterable[bytes]) -> None:
+        self._cache.drop_elsewhere(keys)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the leading keys (one per block) that are known, without a reference taken."""
@@ -102,7 +136,10 @@ class BlockPool:
         for block in blocks:
             if not self._references[block]:
                 raise ValueError(f"block {block} is not live: it would be neither free nor cached")
+            keys = self._cache.keys_of(block)
             self._cache.drop(block)
+            if keys and self._watcher is not None:
+                self._watcher.forgotten(keys)
 
     def drain_changes(self) -> KvChanges:
         return self._cache.drain()
@@ -129,7 +166,12 @@ class BlockPool:
         self._cache.check()
 
     def _take(self) -> int:
-        block = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            if self._watcher is not None:
+                self._watcher.evicting(block, self._cache.keys_of(block))
         self._cache.drop(block)
         self._generations[block] += 1
         self._references[block] = 1

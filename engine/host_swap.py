@@ -53,6 +53,27 @@ class HostSwap:
             torch.cuda.current_stream(self._pool.device).synchronize()
 
 
+class DeviceBytes:
+    """Bytes of single blocks of a pool in a device's memory (`engine.tiering.BlockBytes`), by way of one buffer."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        size, pinned = pool.layout.block_bytes, pool.device.type == "cuda"
+        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+    def read(self, block: int) -> memoryview:
+        """uint8 (block_bytes,), valid until the next call."""
+        self._buffer.copy_(self._bytes(block))
+        return self._buffer.numpy().data
+
+    def write(self, block: int, data: memoryview) -> None:
+        self._buffer.numpy()[:] = data
+        self._bytes(block).copy_(self._buffer)
+
+    def _bytes(self, block: int) -> torch.Tensor:
+        return self._pool.tensor[block].reshape(-1).view(torch.uint8)
+
+
 def _host_memory(layout: KVLayout, slots: int, *, pinned: bool) -> torch.Tensor:
     """(slots, kv_heads, layers, 2, block_size, head_dim) in the pool's dtype."""
     shape = (slots, *layout.shape[1:])

@@ -11,6 +11,7 @@ Changes are kept as their net effect. A key that came and went between two drain
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -29,6 +30,8 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._keys_of: dict[int, tuple[bytes, ...]] = {}
         self._holders: Counter[bytes] = Counter()
+        self._elsewhere: set[bytes] = set()
+        """Keys that a lower tier holds; each counts as one more holder."""
         self._changes: dict[bytes, bool] = {}
         self._cleared = False
 
@@ -49,10 +52,26 @@ class PrefixCache:
         self._block_of[keys[-1]] = block
         self._keys_of[block] = keys
         for key in keys:
-            self._holders[key] += 1
-            if self._holders[key] == 1:
-                self._note(key, stored=True)
+            self._hold(key)
         return True
+
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        """The granules' keys of a block; nothing when it is unknown."""
+        return self._keys_of.get(block, ())
+
+    def hold_elsewhere(self, keys: Iterable[bytes]) -> None:
+        """These keys lie in a lower tier: told as stored until `drop_elsewhere`, whatever becomes of the blocks."""
+        for key in keys:
+            if key not in self._elsewhere:
+                self._elsewhere.add(key)
+                self._hold(key)
+
+    def drop_elsewhere(self, keys: Iterable[bytes]) -> None:
+        """No tier holds these any more. Unknown ones are ignored."""
+        for key in keys:
+            if key in self._elsewhere:
+                self._elsewhere.discard(key)
+                self._let_go(key)
 
     def drop(self, block: int) -> None:
         """Forget a block that is about to hold something else. Unknown blocks are ignored."""
@@ -61,10 +80,7 @@ class PrefixCache:
             return
         del self._block_of[keys[-1]]
         for key in keys:
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self._note(key, stored=False)
+            self._let_go(key)
 
     def clear(self) -> int:
         """Forget everything; the number of blocks forgotten."""
@@ -72,6 +88,7 @@ class PrefixCache:
         self._block_of.clear()
         self._keys_of.clear()
         self._holders.clear()
+        self._elsewhere.clear()
         self._changes.clear()
         self._cleared = True
         return count
@@ -93,9 +110,20 @@ class PrefixCache:
 
     def check(self) -> None:
         """Both directions of the index agree, and every key counts its holders."""
-        held = Counter(key for keys in self._keys_of.values() for key in keys)
+        held = Counter(key for keys in (*self._keys_of.values(), self._elsewhere) for key in keys)
         assert held == self._holders, "holders of prefix keys are miscounted"
         assert self._block_of == {keys[-1]: block for block, keys in self._keys_of.items()}, "index is not one to one"
+
+    def _hold(self, key: bytes) -> None:
+        self._holders[key] += 1
+        if self._holders[key] == 1:
+            self._note(key, stored=True)
+
+    def _let_go(self, key: bytes) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self._note(key, stored=False)
 
     def _note(self, key: bytes, *, stored: bool) -> None:
         # The opposite change was not told yet: together they are no news.

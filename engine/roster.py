@@ -17,9 +17,12 @@ from engine.family import Family
 from engine.hashing import GRANULE, PrefixHasher
 from engine.sequence import Sequence, State
 from engine.swap import SwapSlots
-from engine.types import Request, Swap, Token
+from engine.tiering import Tiering
+from engine.types import Request, StepTimes, Swap, Token
 
 _by_order = attrgetter("order")
+
+_QUEUED = (State.WAITING, State.LOADING)
 
 Copies = tuple[tuple[int, int], ...]
 """(block, fresh block) pairs."""
@@ -44,6 +47,8 @@ class Roster:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0
+        self.tiering: Tiering | None = None
+        """Lower tiers, if there are any."""
         self._hasher = hasher
         self._number = 0
         self._leases = 0
@@ -70,6 +75,15 @@ class Roster:
             self._count_lookup(seq, seq.computed)
         insort(self.running, seq, key=_by_order)
         return True
+
+    def fetches(self, seq: Sequence, times: StepTimes, now: float) -> bool:
+        """Whether a waiting sequence that could be admitted waits for blocks from a lower tier instead."""
+        if self.tiering is None or seq.wants_prompt_logprobs:
+            return False
+        length = len(seq.tokens) - 1
+        if not self._has_room(seq, self._match(seq, length), self._headroom(seq)):
+            return False
+        return self.tiering.fetches(seq, self._block_granules(seq, length), times, now)
 
     def lease(self, request: Request, now: float) -> Sequence | None:
         """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now.
@@ -211,6 +225,8 @@ class Roster:
         """Out of any state. Full blocks stay behind as prefix cache, unless their content is `spoilt`."""
         if spoilt:
             self.pool.forget(seq.blocks)
+        if seq.state is State.LOADING and self.tiering is not None:
+            self.tiering.cancel(seq)
         if seq.state is State.WAITING:
             self._leave(self.waiting, seq)
         elif seq.state is State.RUNNING:
@@ -250,26 +266,41 @@ class Roster:
         per_block = self.block_size // GRANULE
         return keys[per_block - 1 : length // self.block_size * per_block : per_block]
 
+    def _block_granules(self, seq: Sequence, length: int) -> list[tuple[bytes, ...]]:
+        """As `block_keys`, with the keys of all granules of each block."""
+        if self._hasher is None:
+            return []
+        keys = seq.hash_up_to(length, self._hasher)
+        per_block = self.block_size // GRANULE
+        ends = range(per_block, length // self.block_size * per_block + 1, per_block)
+        return [tuple(keys[end - per_block : end]) for end in ends]
+
     def leased_blocks(self) -> int:
         return sum(len(seq.blocks) for seq in self.by_id.values() if seq.state is State.LEASED)
 
     def forget_prefixes(self) -> int:
-        """Empty the prefix cache. Blocks computed so far are not entered again, only those still to come."""
+        """Empty the prefix cache, lower tiers included. Blocks computed so far are not entered again, only those still
+        to come."""
+        if self.tiering is not None:
+            self.tiering.clear()
         return self.pool.reset_cache()
 
     def check(self) -> None:
         """Every list, state and reference agrees; raises AssertionError with the story."""
         owners = Counter(self._retained)
+        if self.tiering is not None:
+            self.tiering.check()
+            owners.update(self.tiering.owners())
         for seq in self.by_id.values():
             owners.update(seq.blocks)
             story = f"{seq.name} ({seq.state}, computed {seq.computed} of {len(seq.tokens)}, blocks {seq.blocks})"
-            assert (seq in self.waiting) == (seq.state is State.WAITING), f"{story}: waiting list disagrees"
+            assert (seq in self.waiting) == (seq.state in _QUEUED), f"{story}: waiting list disagrees"
             assert (seq in self.running) == (seq.state is State.RUNNING), f"{story}: running list disagrees"
             assert (seq in self.swapped) == (seq.state is State.SWAPPED), f"{story}: swapped list disagrees"
             kept = seq.slots if seq.state is State.SWAPPED else seq.blocks
             assert seq.computed <= len(kept) * self.block_size, f"{story}: computed beyond its blocks"
             assert not (seq.slots and seq.blocks), f"{story}: in the pool and in swap space"
-            assert seq.state not in (State.WAITING, State.SWAPPED) or not seq.blocks, f"{story}: waits with blocks"
+            assert seq.state not in (*_QUEUED, State.SWAPPED) or not seq.blocks, f"{story}: waits with blocks"
             assert seq.state in (State.WAITING, State.LEASED) or seq.computed <= len(seq.tokens), f"{story}: too far"
         leases = sum(seq.state is State.LEASED for seq in self.by_id.values())
         assert leases == self._leases, f"{leases} leases, {self._leases} counted"
@@ -309,14 +340,16 @@ class Roster:
     def _match(self, seq: Sequence, length: int) -> list[int]:
         return self.pool.match(self.block_keys(seq, length))
 
+    def _has_room(self, seq: Sequence, hits: list[int], headroom: int) -> bool:
+        taken = self._blocks_for(seq) - sum(self.pool.is_live(block) for block in hits)
+        return taken + headroom <= self.pool.available
+
     def _provide(self, seq: Sequence, hits: list[int], headroom: int) -> bool:
         """Blocks for all tokens: `hits` and fresh ones. All or none."""
-        total = self._blocks_for(seq)
-        taken = total - sum(self.pool.is_live(block) for block in hits)
-        if taken + headroom > self.pool.available:
+        if not self._has_room(seq, hits, headroom):
             return False
         self.pool.retain(hits)
-        fresh = self.pool.allocate(total - len(hits))
+        fresh = self.pool.allocate(self._blocks_for(seq) - len(hits))
         assert fresh is not None, "the pool gave less than it promised"
         seq.set_blocks(hits + fresh)
         seq.published = len(hits)

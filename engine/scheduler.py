@@ -274,6 +274,8 @@ class Scheduler:
             return False
         if self._neighbour(seq, draft) is not None:
             return False
+        if seq.state is State.LOADING or roster.fetches(seq, self._times.times, draft.now):
+            return False  # The blocks of its prefix are on their way from a lower tier.
         if not roster.admit(seq):
             draft.blocked = draft.blocked or seq
             draft.refusals += 1

@@ -1,6 +1,7 @@
 """One sequence on its way through the engine: the mutable half of a request.
 
     WAITING → RUNNING → (end)          a whole request, or one that was preempted and is computed again
+    WAITING → LOADING → WAITING        blocks of its prefix come from a lower tier; it keeps its place in the queue
               RUNNING → SWAPPED → RUNNING   preempted, its KV kept in swap space
               RUNNING → HELD → (end)   prefill only: the first token is there, the blocks wait to be sent
     LEASED  → RUNNING → (end)          decode only: the KV comes from elsewhere, then it is adopted
@@ -27,6 +28,7 @@ AGEING_S = 5.0
 
 class State(StrEnum):
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     SWAPPED = "swapped"
     HELD = "held"
@@ -49,6 +51,7 @@ class Sequence:
         "hold",
         "index",
         "keys",
+        "loads",
         "name",
         "order",
         "passes",
@@ -90,6 +93,8 @@ class Sequence:
         self.keys: list[bytes] = []
         self.passes = 0
         self.preemptions = 0
+        self.loads = 0
+        """One more than the preemptions when this stay in the queue has had its load from lower tiers, or none."""
         self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and state is State.WAITING
         self.prompt_logprobs: list[Token] = []
         self.counts = TokenCounts(request.token_ids) if penalised(sampling) else None

@@ -55,10 +55,11 @@ class SwapSlots:
 
 
 class CopyRate:
-    """Bytes per second of copies to and from swap space, a running mean of what was measured."""
+    """Bytes per second of copies to and from swap space (or a lower tier), a running mean of what was measured."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = _PRIOR_BYTES_PER_S
+    def __init__(self, prior_bytes_per_s: float = _PRIOR_BYTES_PER_S) -> None:
+        self.bytes_per_s = prior_bytes_per_s
+        self._prior = prior_bytes_per_s
         self._measured = False
 
     def observe(self, size: int, duration_s: float) -> None:
@@ -69,6 +70,11 @@ class CopyRate:
         self._measured = True
         # Means of seconds per byte: a slow copy counts for the time that it took.
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight * duration_s / size)
+
+    def relax(self, share: float) -> None:
+        """Where it is found slower than it was expected to be, believe a little less of that."""
+        if self.bytes_per_s < self._prior:
+            self.bytes_per_s += share * (self._prior - self.bytes_per_s)
 
     def seconds(self, size: int) -> float:
         return size / self.bytes_per_s

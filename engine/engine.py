@@ -118,7 +118,7 @@ class Engine:
             copy_rate=self._copy_rate,
         )
         if self._roster.slots.total and mover is not None:
-            probe(mover, facts.block_bytes, self._copy_rate, clock)
+            probe(mover, min(swap_slots, facts.total_blocks), facts.block_bytes, self._copy_rate, clock)
         self._tiers: Tiering | None = None
         self._generated = 0
         self._lengths = LengthWatch(self.info.max_model_len)

@@ -15,7 +15,8 @@ Each step has `max_num_batched_tokens` tokens and `max_num_seqs` seats to give:
    next block is just being computed by another sequence waits for it, and finds it in the prefix cache.
 
 With `batching` static, a batch is admitted when the last one has ended: its prompts are computed first, then all rows
-decode, the finished ones too, until the last has ended. It is kept to be measured against.
+decode, the finished ones too, until the last has ended. Whom another worker hands over meanwhile is in the next batch.
+It is kept to be measured against.
 
 With `chunked_prefill` off, prompts are computed in steps of their own, whole as far as the token budget reaches, and
 such steps alternate with decodes. `plan` changes only the roster; `applied` and `failed` take the step's outcome back.
@@ -111,6 +112,8 @@ class Scheduler:
         self._block_bytes = block_bytes
         self._copy_rate = copy_rate or CopyRate()
         self._static = config.batching == "static"
+        self._batch: set[str] = set()
+        """Of static batching: the requests in the batch."""
         self._prompts_had_a_step = False
 
     # -- before the step -----------------------------------------------------------------------------------------
@@ -140,31 +143,42 @@ class Scheduler:
 
     def _give_batch(self, draft: _Draft) -> None:
         self._close_batch()
-        if not self._roster.running and not self._roster.swapped:
+        if not self._roster.swapped and not any(map(self._joined, self._roster.running)):
             self._open_batch()
         self._give_prompts(draft)
         if not draft.shares:
             self._give_decodes(draft)
             self._bring_back(draft)
+        if not draft.shares and not draft.preempted and self._roster.running:
+            # The batch waits for blocks that others hold, who would wait for the batch.
+            self._open_batch()
+            self._give_decodes(draft)
 
     def _open_batch(self) -> None:
+        """All that hold KV here, then the front of the queue."""
         roster = self._roster
+        self._batch = {seq.request_id for seq in (*roster.running, *roster.swapped)}
         for seq in tuple(roster.waiting):
             if len(roster.running) >= self._config.max_num_seqs or not roster.admit(seq):
                 return
+            self._batch.add(seq.request_id)
 
     def _close_batch(self) -> None:
         """When nobody in the batch has anything left to do, all leave."""
-        if all(seq.done for seq in self._roster.running):
-            for seq in tuple(self._roster.running):
+        members = [seq for seq in self._roster.running if self._joined(seq)]
+        if all(seq.done for seq in members):
+            for seq in members:
                 self._roster.end(seq)
+
+    def _joined(self, seq: Sequence) -> bool:
+        return not self._static or seq.request_id in self._batch
 
     def _give_decodes(self, draft: _Draft) -> None:
         for seq in tuple(self._roster.running):
             if not draft.tokens or not draft.seats:
                 return
             # An earlier one in this loop may have taken its blocks.
-            if seq.state is State.RUNNING and seq.decoding and self._has_block(seq, draft):
+            if seq.state is State.RUNNING and seq.decoding and self._joined(seq) and self._has_block(seq, draft):
                 draft.give(seq, 1)
 
     def _has_block(self, seq: Sequence, draft: _Draft) -> bool:

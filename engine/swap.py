@@ -12,6 +12,7 @@ from typing import Protocol
 Pairs = Sequence[tuple[int, int]]
 
 _PRIOR_BYTES_PER_S = 2e9
+_PROBE_BYTES = 16 << 20
 _NEWEST = 0.3
 """What the newest measurement counts."""
 
@@ -80,11 +81,13 @@ class CopyRate:
         return size / self.bytes_per_s
 
 
-def probe(mover: BlockMover, block_bytes: int, rate: CopyRate, clock: Callable[[], float]) -> None:
-    """A first measurement, before anybody's KV is in block 0: there and back, after a first round for page faults."""
+def probe(mover: BlockMover, blocks: int, block_bytes: int, rate: CopyRate, clock: Callable[[], float]) -> None:
+    """A first measurement, before anybody's KV is in the pool: the first `blocks` there and back, after a first round
+    for page faults. One block alone would be copied from cache to cache, several times faster than sequences are."""
+    pairs = [(block, block) for block in range(min(blocks, -(-_PROBE_BYTES // block_bytes)))]
     for round_ in range(2):
         started_s = clock()
-        mover.out([(0, 0)])
-        mover.back([(0, 0)])
+        mover.out(pairs)
+        mover.back(pairs)
         if round_:
-            rate.observe(2 * block_bytes, clock() - started_s)
+            rate.observe(2 * len(pairs) * block_bytes, clock() - started_s)

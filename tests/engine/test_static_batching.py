@@ -8,7 +8,7 @@ from fakes import Story, expected, make_engine, make_request, prompt_of, run_all
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.types import StepPlan
+from engine.types import Request, StepPlan
 
 LENGTHS = (3, 30, 7, 12, 9, 5)
 
@@ -89,3 +89,32 @@ def test_a_finished_row_cannot_be_aborted_and_leaves_with_the_last_one() -> None
 def test_an_unknown_way_of_batching_is_refused() -> None:
     with pytest.raises(ConfigError, match="continuous, static"):
         EngineConfig(model="m", batching="dynamic")
+
+
+def handed_over(prefill: Engine, decode: Engine, request: Request) -> None:
+    prefill.submit(request, hold=True)
+    first = tuple(Story(prefill).run().full(request.request_id))
+    lease = decode.lease(request)
+    assert lease is not None
+    runner_of(prefill).copy(prefill.block_table(request.request_id), runner_of(decode), lease.block_ids)
+    decode.adopt(request, first)
+    prefill.release(request.request_id)
+
+
+@pytest.mark.parametrize("blocks", [64, 11])
+def test_whom_another_worker_hands_over_is_in_the_next_batch(blocks: int) -> None:
+    prefill, decode = make_engine(prefix_caching=False), static(blocks, prefix_caching=False)
+    story = Story(decode)
+    for i in range(2):
+        handed_over(prefill, decode, make_request(prompt_of(20, i), f"r{i}", max_tokens=10 + 100 * i))
+    story.step()
+    for i in range(2, 4):
+        handed_over(prefill, decode, make_request(prompt_of(20, i), f"r{i}", max_tokens=10))
+    story.run()
+    for i, most in enumerate((10, 110, 10, 10)):
+        assert story.tokens(f"r{i}") == expected(prompt_of(20, i), most)[1:]
+    assert decode.load(0.0).live_blocks == 0
+    if blocks == 64:
+        assert [names(plan) for plan in plans(decode)] == [{"r0", "r1"}] * 109 + [{"r2", "r3"}] * 9
+    else:
+        assert decode.load(0.0).preemptions > 0

@@ -19,7 +19,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from engine.types import EngineLoad, StepTimes
+from engine.types import EngineLoad, StepTimes, TierLoad
 from tandem.messages import KvEvents, LoadReport, TransferCounters
 
 log = logging.getLogger(__name__)
@@ -127,8 +127,9 @@ def decode(frames: list[bytes]) -> Event | None:
 def _load_report(fields: dict[str, Any]) -> LoadReport:
     load = fields.pop("load")
     times = StepTimes(**load.pop("step_times"))
+    tiers = tuple([TierLoad(**tier) for tier in load.pop("tiers")])
     transfers = tuple([TransferCounters(**counters) for counters in fields.pop("transfers")])
-    return LoadReport(load=EngineLoad(step_times=times, **load), transfers=transfers, **fields)
+    return LoadReport(load=EngineLoad(step_times=times, tiers=tiers, **load), transfers=transfers, **fields)
 
 
 _DECODERS: dict[bytes, Callable[[dict[str, Any]], Event]] = {

@@ -194,6 +194,7 @@ class WorkerSeries(Collector):
         shown = sorted(self._shown.items())
         yield from self._loads(shown)
         yield from self._transfers(shown)
+        yield from self._tiers(shown)
         up = GaugeMetricFamily(
             "tandem_worker_health", "1 for the state a worker is in", labels=("worker", "role", "state")
         )
@@ -226,6 +227,14 @@ class WorkerSeries(Collector):
             for worker, state in shown:
                 for stats in state.transfers:
                     family.add_metric((worker, stats.scheme), getattr(stats, field))
+            yield family
+
+    def _tiers(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        for make, name, help_text, field in _TIER_SERIES:
+            family = make(name, help_text, labels=("worker", "tier"))
+            for worker, state in shown:
+                for tier in state.load.tiers if state.load is not None else ():
+                    family.add_metric((worker, tier.name), getattr(tier, field))
             yield family
 
 
@@ -287,6 +296,20 @@ _LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_worker_prefix_hit_tokens", "Tokens found in the prefix cache", "prefix_hits"),
     (_COUNTER, "tandem_worker_prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     (_COUNTER, "tandem_worker_generated_tokens", "Tokens generated", "generated_tokens"),
+    (_COUNTER, "tandem_worker_tier_loads", "Prompts whose prefix was loaded from lower tiers", "tier_loads"),
+    (_COUNTER, "tandem_worker_tier_recomputes", "Prompts for which computing was estimated faster", "tier_recomputes"),
+)
+_TIER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
+    (_GAUGE, "tandem_tier_capacity_bytes", "Most that the tier may hold", "capacity_bytes"),
+    (_GAUGE, "tandem_tier_used_bytes", "What the tier holds", "used_bytes"),
+    (_COUNTER, "tandem_tier_stored", "KV blocks written", "stored"),
+    (_COUNTER, "tandem_tier_stored_bytes", "Bytes written", "stored_bytes"),
+    (_COUNTER, "tandem_tier_hits", "KV blocks read, verified and used", "hits"),
+    (_COUNTER, "tandem_tier_misses", "KV blocks counted on that did not come", "misses"),
+    (_COUNTER, "tandem_tier_loaded_bytes", "Bytes read", "loaded_bytes"),
+    (_COUNTER, "tandem_tier_load_seconds", "Time in reads", "load_seconds"),
+    (_COUNTER, "tandem_tier_evicted", "KV blocks that made room for others", "evicted"),
+    (_COUNTER, "tandem_tier_failed", "Reads and writes that failed or came too late", "failed"),
 )
 _TRANSFER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_transfer_pushes", "Pushes acknowledged", "pushes"),

@@ -613,7 +613,7 @@ class StepTimes(_message.Message):
     def __init__(self, prefill: _Optional[_Iterable[float]] = ..., decode: _Optional[_Iterable[float]] = ..., prefill_error: _Optional[float] = ..., decode_error: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "live_blocks", "cached_blocks", "block_size", "running", "waiting", "leased_blocks", "queued_prefill_tokens", "running_context_tokens", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generated_tokens", "step_times", "swapped", "swap_preemptions", "swap_total_blocks", "swap_used_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "live_blocks", "cached_blocks", "block_size", "running", "waiting", "leased_blocks", "queued_prefill_tokens", "running_context_tokens", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generated_tokens", "step_times", "swapped", "swap_preemptions", "swap_total_blocks", "swap_used_blocks", "tiers", "tier_loads", "tier_recomputes")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -634,6 +634,9 @@ class EngineLoad(_message.Message):
     SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SWAP_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAP_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TIER_LOADS_FIELD_NUMBER: _ClassVar[int]
+    TIER_RECOMPUTES_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     live_blocks: int
@@ -654,7 +657,36 @@ class EngineLoad(_message.Message):
     swap_preemptions: int
     swap_total_blocks: int
     swap_used_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., swapped: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., swap_total_blocks: _Optional[int] = ..., swap_used_blocks: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
+    tier_loads: int
+    tier_recomputes: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., swapped: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., swap_total_blocks: _Optional[int] = ..., swap_used_blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., tier_loads: _Optional[int] = ..., tier_recomputes: _Optional[int] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "stored", "hits", "misses", "evicted", "failed", "stored_bytes", "loaded_bytes", "load_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    stored: int
+    hits: int
+    misses: int
+    evicted: int
+    failed: int
+    stored_bytes: int
+    loaded_bytes: int
+    load_seconds: float
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., stored: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
 class TransferCounters(_message.Message):
     __slots__ = ("scheme", "pushes", "push_bytes", "push_seconds", "receives", "receive_bytes", "in_flight", "failed")

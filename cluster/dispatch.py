@@ -9,7 +9,8 @@
 2. Decode is told to expect the request; from then on its frames feed the request's stream. Prefill is told to compute
    it and answers when it is through. Its answer joins the same stream: a request that ended with its first token ends
    there, a refusal ends the stream with an error. So do a lost worker, the deadline and an abort: whatever
-   happens to a request is an item of its stream, and `run` is one loop over it.
+   happens to a request is an item of its stream, and `run` is one loop over it. A request may have several sequences:
+   they come in one stream, told apart by their index, and it ends with the last of them.
 3. Before the first token UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with
    back-off once nobody else is left. What one worker says of the other (a failed transfer) is about their link: the
    other is passed over for a while, not accused. After the first token an error is an error: never a 200 with other
@@ -27,9 +28,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.outcome import Outcome
 from cluster.snapshot import Placement, Refusal, RequestView
@@ -123,6 +124,8 @@ class Attempt:
     deadline: asyncio.TimerHandle
     submit: asyncio.Task[Answer] | None = None
     expected: bool = False
+    ended: set[int] = field(default_factory=set)
+    """The sequences that ended, as decode has told."""
     decode_ended: bool = False
 
     def at_fault(self, error: Declined) -> WorkerRef:
@@ -163,45 +166,56 @@ class Flight:
     """The last attempt's."""
     placed_s: float | None = None
     first_s: float | None = None
-    last_s: float = 0.0
+    last_s: dict[int, float] = field(default_factory=dict)
+    """Each sequence's latest news."""
     itl_s: list[float] = field(default_factory=list)
     tokens: int = 0
+    """Of all sequences."""
     cached_tokens: int = 0
     report: HandoffReport = field(default_factory=HandoffReport)
     early: bool = False
     """Prefill ended it with its first token; decode was never started."""
-    finish: FinishReason | None = None
+    finishes: dict[int, FinishReason] = field(default_factory=dict)
+    """Of each sequence that has ended as it should."""
     failure: Declined | None = None
     outcome: Outcome | None = None
 
-    def stop(self) -> None:
-        """The gateway met a stop string: closing the stream from now on is an end, not an abort."""
-        self.finish, self.failure = FinishReason.STOP, None
+    @property
+    def over(self) -> bool:
+        """Whether all of its sequences have ended as they should."""
+        return len(self.finishes) == self.request.answers
+
+    def stopped(self, index: int) -> None:
+        """The gateway met a stop string. When that was the last sequence, closing the stream is an end, no abort."""
+        self.finishes[index] = FinishReason.STOP
+        if self.over:
+            self.failure = None
 
     def saw(self, delta: Delta, now: float) -> None:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self._count(len(delta.tokens), now)
+        self._count(delta.index, len(delta.tokens), now)
         if delta.finish in _CODE_OF_FINISH:
             self.failure = Declined(_CODE_OF_FINISH[delta.finish], f"the request ended with {delta.finish}")
         elif delta.finish is not None:
-            self.finish = delta.finish
+            self.finishes[delta.index] = delta.finish
 
-    def _count(self, tokens: int, now: float) -> None:
+    def _count(self, index: int, tokens: int, now: float) -> None:
         if not tokens:
             return
-        if self.first_s is None:
-            self.first_s = self.last_s = now
-            tokens_after_first = tokens - 1
-        else:
-            tokens_after_first = tokens
-        self.itl_s.extend([(now - self.last_s) / max(1, tokens_after_first)] * tokens_after_first)
+        self.first_s = now if self.first_s is None else self.first_s
         self.tokens += tokens
-        self.last_s = now
+        since_s = self.last_s.get(index)
+        self.last_s[index] = now
+        branching = self.request.branching
+        if branching is not None and branching.withheld:
+            return  # told all at once, at the end
+        gaps = tokens - 1 if since_s is None else tokens
+        self.itl_s.extend([(now - (now if since_s is None else since_s)) / max(1, gaps)] * gaps)
 
     def ended(self, now: float) -> Outcome:
         """The outcome as of `now`. Neither finished nor failed means that the client went away."""
         failure = self.failure
-        if failure is None and self.finish is None:
+        if failure is None and not self.over:
             failure = Declined(Code.ABORTED, "the client went away")
         start = self.request.arrival_s
         placement = self.attempt.placement if self.attempt else None
@@ -211,7 +225,7 @@ class Flight:
             sla_class=self.request.sla_class,
             code=failure.code if failure else None,
             message=failure.message if failure else "",
-            finish=None if failure else self.finish,
+            finish=None if failure else self.finishes[0],
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=self.tokens,
             cached_tokens=self.report.prefill_cached_tokens if remote else self.cached_tokens,
@@ -297,6 +311,18 @@ class Dispatch:
             flight.attempt.stream.end(flight.failure)
         return True
 
+    def stop(self, flight: Flight, index: int) -> None:
+        """A stop string ended this sequence: its worker is told, the request's others run on. For the last one that is
+        left to whoever closes the stream."""
+        told = index in flight.finishes
+        flight.stopped(index)
+        attempt = flight.attempt
+        if flight.over or told or attempt is None:
+            return
+        attempt.stream.skip(index)
+        abort = Abort(attempt.request_id, FinishReason.ABORT, index)
+        self._later(self._tell(attempt.request_id, (attempt.placement.decode,), abort))
+
     async def drained(self) -> None:
         """Wait until every worker and the router have been told of every request that ended."""
         while self._goodbyes:
@@ -352,7 +378,7 @@ class Dispatch:
     def _open(self, flight: Flight, placement: Placement) -> Attempt:
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         flight.attempts += 1
-        stream = self._hub.expect(attempt_id, placement.decode)
+        stream = self._hub.expect(attempt_id, placement.decode, flight.request.answers)
         late = Declined(Code.DEADLINE, "the deadline passed")
         timer = asyncio.get_running_loop().call_later(self._left_s(flight), stream.end, late)
         return Attempt(attempt_id, placement, stream, timer)
@@ -366,11 +392,14 @@ class Dispatch:
     async def _with_report(self, flight: Flight, attempt: Attempt, delta: Delta) -> Delta:
         """Note prefill's report, waiting for it at the end, and before anything when it brings the prompt's
         log-probabilities (frames and answer take different roads)."""
-        attempt.decode_ended = delta.finish is not None
+        if delta.finish is not None:
+            attempt.ended.add(delta.index)
+        attempt.decode_ended = delta.ends_request or len(attempt.ended) == flight.request.answers
         if attempt.submit is None:
             return delta
         wants_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.tokens
-        if wants_prompt or delta.finish is not None:
+        last = delta.ends_request or len(attempt.ended | set(flight.finishes)) == flight.request.answers
+        if wants_prompt or last:
             await asyncio.wait({attempt.submit}, timeout=self._limits.report_timeout_s)
         answer = _result(attempt.submit)
         if isinstance(answer, FinishedEarly):
@@ -408,15 +437,20 @@ class Dispatch:
         if attempt.submit is not None:
             attempt.submit.cancel()
         self._hub.release(attempt.request_id)
-        goodbye = asyncio.get_running_loop().create_task(self._tell(attempt.request_id, holding, outcome))
+        reason = FinishReason.DEADLINE if outcome.code is Code.DEADLINE else FinishReason.ABORT
+        over = self._router.finished(attempt.request_id, outcome)
+        self._later(self._tell(attempt.request_id, holding, Abort(attempt.request_id, reason), over))
+
+    def _later(self, telling: Coroutine[Any, Any, None]) -> None:
+        goodbye = asyncio.get_running_loop().create_task(telling)
         self._goodbyes.add(goodbye)
         goodbye.add_done_callback(self._goodbyes.discard)
 
-    async def _tell(self, request_id: str, holding: tuple[WorkerRef, ...], outcome: Outcome) -> None:
-        reason = FinishReason.DEADLINE if outcome.code is Code.DEADLINE else FinishReason.ABORT
-        abort = Abort(request_id, reason)
+    async def _tell(
+        self, request_id: str, holding: tuple[WorkerRef, ...], abort: Abort, *others: Awaitable[None]
+    ) -> None:
         told = [self._workers.ask(worker, abort, self._limits.control_timeout_s) for worker in holding]
-        results = await asyncio.gather(*told, self._router.finished(request_id, outcome), return_exceptions=True)
+        results = await asyncio.gather(*told, *others, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 log.error("%s: could not tell of its end: %r", request_id, result)

@@ -1,14 +1,16 @@
 """The gateway: one service behind both front ends.
 
 It turns an `Ask` into requests (limits, tokens, seed, deadline, prefix keys), hands each to `Dispatch`, and turns
-the deltas that come back into text: `prepare` says no before anything has started, `answer` streams the `Piece`s
-of one request. What a client can be told goes wrong is a `RequestFailed`, raised by either. The front ends take the
-first piece before they commit to a status, so an error before the first token has its own status code.
+the deltas that come back into text: `prepare` says no before anything has started, `answer` streams the `Piece`s of one
+request, of all its sequences as they come. What a client can be told goes wrong is a `RequestFailed`, raised by either.
+The front ends take the first piece before they commit to a status, so an error before the first token has its own
+status code.
 
-Stop strings end a request here: the text is cut and the workers are told. They are looked for in the text after the
-first `min_tokens` tokens.
+Stop strings end a sequence here: the text is cut and the workers are told, and the request's other sequences run on.
+They are looked for in the text after the first `min_tokens` tokens. Beams and `best_of` are chosen by all their tokens;
+stop strings cut the text of those that were chosen.
 
-Limits: `max_streams` answers at once, then NO_ROOM; while draining UNAVAILABLE, and what runs may finish.
+Limits: `max_streams` sequences at once, then NO_ROOM; while draining UNAVAILABLE, and what runs may finish.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class GatewaySettings:
 class Piece:
     """News of one answer. `text` and `tokens` need not match one to one: text that may become a stop string waits.
 
-    The last piece has a `finish` and the `outcome`.
+    `index`: which of the request's answers. The last piece of each has a `finish`, the last of all the `outcome`.
     """
 
     text: str = ""
@@ -75,6 +77,9 @@ class Piece:
     prompt_logprobs: tuple[Token, ...] = ()
     finish: FinishReason | None = None
     outcome: Outcome | None = None
+    index: int = 0
+    score: float | None = None
+    """Of beam search and `best_of`."""
 
 
 _News = tuple[int, Piece] | Exception | None
@@ -82,7 +87,7 @@ _News = tuple[int, Piece] | Exception | None
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Requests that are ready to run, in the order of the client's choices. `group_id`: what Abort names."""
+    """Requests that are ready to run, one for each prompt. `group_id`: what Abort names."""
 
     group_id: str
     requests: tuple[Request, ...]
@@ -92,6 +97,11 @@ class Job:
     @property
     def seed(self) -> int:
         return self.requests[0].sampling.seed
+
+    @property
+    def answers_each(self) -> int:
+        """Answers to each prompt."""
+        return self.requests[0].answers
 
 
 class Gateway:
@@ -147,8 +157,8 @@ class Gateway:
 
     async def _prepare(self, ask: Ask) -> Job:
         arrival_s = self._clock()
-        self._check_open(ask.n * max(1, len(ask.prompts)))
         self._check_ask(ask)
+        self._check_open(ask.sequences)
         if ask.request_id in self._running:
             raise InvalidRequest("request_id", "is that of a running request")
         facts = await self._known_facts()
@@ -189,37 +199,40 @@ class Gateway:
     async def answer(self, job: Job, index: int) -> AsyncGenerator[Piece, None]:
         """The pieces of the job's request `index`. Close the generator (`aclosing`) to abort.
 
-        RequestFailed when the request fails or when too many run; a request that was aborted by its id ends with
-        `finish` ABORT.
+        RequestFailed when the request fails or when too many run; of a request that was aborted by its id the answers
+        that ran end with `finish` ABORT.
         """
         request = job.requests[index]
         with self.refusals():
-            self._check_open(1)
+            self._check_open(request.sequences)
         flight = Flight(request, job.views[index])
-        writer = _Writer(self.text, request.sampling, job.include_stop)
+        writers = [_Writer(self.text, request.sampling, job.include_stop) for _ in range(request.answers)]
         last = Piece()
-        self._enter(job.group_id, request.request_id)
+        self._enter(job.group_id, request)
         try:
             async with aclosing(self._dispatch.run(flight)) as deltas:
                 async for delta in deltas:
+                    writer = writers[delta.index]
                     piece = writer.take(delta)
                     if writer.stopped:
-                        flight.stop()
-                    if writer.stopped or delta.finish is not None:
+                        self._dispatch.stop(flight, delta.index)
+                    piece = replace(piece, finish=flight.finishes.get(delta.index))
+                    if flight.over or delta.ends_request:
                         last = piece
                         break
                     yield piece
-            assert flight.outcome is not None
-            yield _ended(last, writer, flight.outcome)
+            for piece in _ended(last, writers, flight):
+                yield piece
         finally:
-            self._leave(job.group_id, request.request_id)
+            self._leave(job.group_id, request)
 
     async def answers(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all of the job's answers as they come, each with its index. Ends at the first failure."""
+        """The pieces of all of the job's answers as they come, each with the index of the client's choice: prompt by
+        prompt. Ends at the first failure."""
         if len(job.requests) == 1:
             async with aclosing(self.answer(job, 0)) as pieces:
                 async for piece in pieces:
-                    yield 0, piece
+                    yield piece.index, piece
             return
         news: asyncio.Queue[_News] = asyncio.Queue(maxsize=len(job.requests))
         readers = [asyncio.create_task(self._read(job, index, news)) for index in range(len(job.requests))]
@@ -243,7 +256,7 @@ class Gateway:
         try:
             async with aclosing(self.answer(job, index)) as pieces:
                 async for piece in pieces:
-                    await news.put((index, piece))
+                    await news.put((index * job.answers_each + piece.index, piece))
         except Exception as error:  # raised again by whoever reads the news
             end = error
         await news.put(end)
@@ -253,17 +266,17 @@ class Gateway:
         aborted = [self._dispatch.abort(request_id) for request_id in self._running.get(group_id, ())]
         return any(aborted)
 
-    def _enter(self, group_id: str, request_id: str) -> None:
-        self._running.setdefault(group_id, set()).add(request_id)
-        self._streams += 1
+    def _enter(self, group_id: str, request: Request) -> None:
+        self._running.setdefault(group_id, set()).add(request.request_id)
+        self._streams += request.sequences
         self._idle.clear()
 
-    def _leave(self, group_id: str, request_id: str) -> None:
+    def _leave(self, group_id: str, request: Request) -> None:
         group = self._running[group_id]
-        group.discard(request_id)
+        group.discard(request.request_id)
         if not group:
             del self._running[group_id]
-        self._streams -= 1
+        self._streams -= request.sequences
         if not self._streams:
             self._idle.set()
 
@@ -358,21 +371,11 @@ def _check_length(field: str, text: Text, prompt: str, most: int) -> None:
 def _view(request: Request, hasher: PrefixHasher) -> RequestView:
     """What the router sees. Prompt log-probabilities need every position computed, so no prefix counts for them."""
     cacheable = request.sampling.prompt_logprobs is None
-    return RequestView(
-        request_id=request.request_id,
-        prompt_tokens=len(request.token_ids),
-        prefix_keys=hasher.chain(request.token_ids, request.cache_salt) if cacheable else (),
-        max_tokens=request.sampling.max_tokens,
-        sla_class=request.sla_class,
-        ttft_s=request.ttft_s,
-        itl_s=request.itl_s,
-        priority=request.priority,
-        deadline_s=request.deadline_s,
-    )
+    return RequestView.of(request, hasher.chain(request.token_ids, request.cache_salt) if cacheable else ())
 
 
 class _Writer:
-    """Deltas of one request to pieces of text. `stopped`: a stop string was met, and nothing may follow."""
+    """Deltas of one sequence to pieces of text. `stopped`: a stop string was met, and nothing may follow."""
 
     def __init__(self, text: Text, sampling: SamplingParams, include_stop: bool) -> None:
         self._sampling = sampling
@@ -393,7 +396,8 @@ class _Writer:
                 break
         if delta.finish is not None and not self.stopped:
             written.append(self.rest())
-        return Piece("".join(written), delta.tokens[:count], delta.prompt_logprobs)
+        told = "".join(written)
+        return Piece(told, delta.tokens[:count], delta.prompt_logprobs, index=delta.index, score=delta.score)
 
     def rest(self) -> str:
         """What was kept back, once no more tokens come."""
@@ -412,12 +416,17 @@ class _Writer:
         return token.token_id == self._eos or token.token_id in self._sampling.stop_token_ids
 
 
-def _ended(last: Piece, writer: _Writer, outcome: Outcome) -> Piece:
-    """The last piece of an answer, or why there is none."""
+def _ended(last: Piece, writers: list[_Writer], flight: Flight) -> tuple[Piece, ...]:
+    """The last pieces of a request's answers, or why there are none."""
+    outcome = flight.outcome
+    assert outcome is not None
     if outcome.code is None:
-        return replace(last, finish=outcome.finish, outcome=outcome)
+        return (replace(last, outcome=outcome),)
     if outcome.code is Code.ABORTED:
-        return replace(last, text=last.text or writer.rest(), finish=FinishReason.ABORT, outcome=outcome)
+        running = [index for index in range(len(writers)) if index not in flight.finishes] or [last.index]
+        cut = [last if last.index == index else Piece(index=index) for index in running]
+        cut = [replace(one, text=one.text + writers[one.index].rest(), finish=FinishReason.ABORT) for one in cut]
+        return (*cut[:-1], replace(cut[-1], outcome=outcome))
     if outcome.code in _OURS:
         log.error("%s failed: %s: %s", outcome.request_id, outcome.code, outcome.message)
         raise RequestFailed(outcome.code, f"the server failed on request {outcome.request_id}")

@@ -19,9 +19,9 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import uvicorn
@@ -41,6 +41,7 @@ from cluster.openai_types import ChatBody, CompletionBody, TokenizeBody, invalid
 from cluster.outcome import Outcome
 from cluster.validate import RequestFailed
 from engine.errors import InvalidRequest
+from engine.types import Token
 from tandem.messages import Code
 from tandem.status import HTTP_STATUS
 
@@ -140,7 +141,8 @@ class _Api:
             ask = body.ask()
         job = await self._gateway.prepare(ask)
         text = self._gateway.text
-        echo = [text.decode(one.token_ids) if body.echo else "" for one in job.requests]
+        prompts = [text.decode(one.token_ids) if body.echo else "" for one in job.requests]
+        echo = [prompt for prompt in prompts for _ in range(job.answers_each)]
         return await self._respond(request, body, job, CompletionShape(text, body.logprobs is not None, echo))
 
     async def chat_completions(self, request: Request) -> Response:
@@ -152,7 +154,7 @@ class _Api:
 
     async def _respond(self, request: Request, body: CompletionBody | ChatBody, job: Job, shape: Shape) -> Response:
         created = int(self._settings.wall_clock())
-        writer = _Writer(job, shape, self._gateway.settings.model, created, body.n or 1, body.wants_usage)
+        writer = _Writer(job, shape, self._gateway.settings.model, created, body.wants_usage)
         pieces = self._gateway.answers(job)
         if not body.streams:
             whole = await until_disconnect(request.receive, writer.whole(pieces))
@@ -171,47 +173,46 @@ class _Api:
 class _Writer:
     """One job's answer as bodies: whole, or event by event."""
 
-    def __init__(self, job: Job, shape: Shape, model: str, created: int, answers_each: int, usage: bool) -> None:
+    def __init__(self, job: Job, shape: Shape, model: str, created: int, usage: bool) -> None:
         self._job = job
         self._shape = shape
         self._head = {"id": shape.id_prefix + job.group_id, "created": created, "model": model}
-        self._answers_each = answers_each
         self._usage = usage
         self._outcomes: dict[int, Outcome] = {}
+        """By request, that is by prompt."""
+        self._begun: set[int] = set()
+        self._prompts: dict[int, tuple[Token, ...]] = {}
 
     def headers(self) -> dict[str, str]:
-        """Of the first answer, as far as known."""
+        """Of the first request, as far as known."""
         outcome = self._outcomes.get(0)
         known = {"x-request-id": self._job.group_id}
         return known | ({"tandem-prefill": outcome.prefill, "tandem-decode": outcome.decode} if outcome else {})
 
     async def whole(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
-        answers = [Collected() for _ in self._job.requests]
+        answers = [Collected() for _ in range(len(self._job.requests) * self._job.answers_each)]
         async with aclosing(pieces):
             async for index, piece in pieces:
-                answers[index].add(piece)
-                self._note(index, piece)
+                answers[index].add(self._noted(index, piece))
         choices = [self._shape.whole(index, answer) for index, answer in enumerate(answers)]
         return {
             **self._head,
             "object": self._shape.object,
             "choices": choices,
             "usage": self._usage_body(),
-            "tandem": served_by(self._outcomes[0], self._job.seed),
+            "tandem": served_by(self._outcomes[0], self._job.seed) | _scores(answers),
         }
 
     async def events(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events. RequestFailed before the first one is raised, after it an event."""
-        begun: set[int] = set()
         sent = False
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
-                    self._note(index, piece)
-                    for choice in self._choices(index, piece, index not in begun):
+                    first = index not in self._begun
+                    for choice in self._choices(index, self._noted(index, piece), first):
                         yield self._chunk([choice], piece.outcome)
                         sent = True
-                    begun.add(index)
         except RequestFailed as error:
             if not sent:
                 raise
@@ -233,12 +234,23 @@ class _Writer:
             body["tandem"] = served_by(outcome, self._job.seed)
         return _event(body)
 
-    def _note(self, index: int, piece: Piece) -> None:
+    def _noted(self, index: int, piece: Piece) -> Piece:
+        """A prompt's log-probabilities come once, and each of its answers begins with them."""
+        request, first = index // self._job.answers_each, index not in self._begun
         if piece.outcome is not None:
-            self._outcomes[index] = piece.outcome
+            self._outcomes[request] = piece.outcome
+        self._begun.add(index)
+        prompt = self._prompts.setdefault(request, piece.prompt_logprobs)
+        return replace(piece, prompt_logprobs=prompt if first else ())
 
     def _usage_body(self) -> dict[str, Any]:
-        return usage_body([self._outcomes[index] for index in sorted(self._outcomes)], self._answers_each)
+        return usage_body([self._outcomes[request] for request in sorted(self._outcomes)])
+
+
+def _scores(answers: Sequence[Collected]) -> dict[str, Any]:
+    """Of beam search and `best_of`: what they were chosen by."""
+    scores = [answer.score for answer in answers]
+    return {} if None in scores else {"scores": scores}
 
 
 class _EventStream(Response):

@@ -123,7 +123,7 @@ class InferenceService:
 
 def ask_from(request: pb.GenerateRequest, left_s: float | None) -> Ask:
     """The ask in a message; `left_s` is what the call's own deadline leaves. InvalidRequest names the field."""
-    given = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
+    given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
     timeouts = [given.pop("timeout_s", None), None if left_s is None or math.isinf(left_s) else max(left_s, 1e-3)]
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -145,7 +145,8 @@ def ask_from(request: pb.GenerateRequest, left_s: float | None) -> Ask:
     )
 
 
-_OPTIONAL = ("priority", "cache_salt", "timeout_s", "ttft_s", "itl_s")
+_BRANCHING = ("n", "best_of", "beam_width", "length_penalty", "early_stopping")
+_OPTIONAL = ("priority", "cache_salt", "timeout_s", "ttft_s", "itl_s", *_BRANCHING)
 
 
 def _earlier(timeouts: Sequence[float | None]) -> float | None:
@@ -174,7 +175,7 @@ def _parse(message: type[M], data: bytes) -> M:
 
 
 def response(text: Text, job: Job, piece: Piece) -> pb.GenerateResponse:
-    """One message of the stream; usage and who served it come with the last."""
+    """One message of the stream; usage and who served it come with the very last."""
     wanted = job.requests[0].sampling.logprobs is not None
     message = pb.GenerateResponse(
         request_id=job.group_id,
@@ -182,9 +183,12 @@ def response(text: Text, job: Job, piece: Piece) -> pb.GenerateResponse:
         token_ids=[token.token_id for token in piece.tokens],
         logprobs=[_logprobs(text, token) for token in piece.tokens] if wanted else (),
         prompt_logprobs=[_logprobs(text, token) for token in piece.prompt_logprobs],
+        index=piece.index,
+        score=piece.score,
     )
-    if piece.finish is not None and piece.outcome is not None:
+    if piece.finish is not None:
         message.finish_reason = _FINISH[piece.finish]
+    if piece.outcome is not None:
         message.usage.CopyFrom(_usage(piece.outcome))
         message.served_by.CopyFrom(_served_by(piece.outcome, job.seed))
     return message

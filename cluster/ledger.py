@@ -30,6 +30,7 @@ class Claim:
     prefill_tokens: int = 0
     blocks: int = 0
     context_tokens: int = 0
+    siblings: int = 0
     itl_s: float | None = None
     keys: tuple[bytes, ...] = field(default=(), repr=False)
 
@@ -50,20 +51,21 @@ class _Sum:
     """A running total of claims."""
 
     def __init__(self) -> None:
-        self._amounts = [0, 0, 0, 0]
+        self._amounts = [0, 0, 0, 0, 0]
         self._promises: Counter[float] = Counter()
 
     def change(self, claim: Claim, sign: int) -> None:
-        for i, amount in enumerate((1, claim.prefill_tokens, claim.blocks, claim.context_tokens)):
-            self._amounts[i] += sign * amount
+        amounts = (1, claim.prefill_tokens, claim.blocks, claim.context_tokens, claim.siblings)
+        self._amounts = [total + sign * amount for total, amount in zip(self._amounts, amounts, strict=True)]
         if claim.decode and claim.itl_s is not None:
             self._promises[claim.itl_s] += sign
             if not self._promises[claim.itl_s]:
                 del self._promises[claim.itl_s]
 
     def tally(self) -> Tally:
-        requests, prefill_tokens, blocks, context_tokens = self._amounts
-        return Tally(requests, prefill_tokens, blocks, context_tokens, min(self._promises, default=None))
+        requests, prefill_tokens, blocks, context_tokens, siblings = self._amounts
+        itl_s = min(self._promises, default=None)
+        return Tally(requests, prefill_tokens, blocks, context_tokens, itl_s, siblings)
 
 
 _NOTHING = Tally()

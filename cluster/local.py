@@ -43,6 +43,7 @@ from tandem.messages import (
     Code,
     Commit,
     Declined,
+    Delta,
     Forward,
     FrameFor,
     KvEvents,
@@ -214,15 +215,18 @@ class LocalCluster:
 
     async def generate(self, request: Request) -> tuple[tuple[Token, ...], Outcome]:
         """Carry one request of token ids through the cluster. `deadline_s` defaults to the config's timeout."""
+        deltas, outcome = await self.generate_several(request)
+        return tuple(token for delta in deltas for token in delta.tokens), outcome
+
+    async def generate_several(self, request: Request) -> tuple[tuple[Delta, ...], Outcome]:
+        """The same for a request with several sequences, told apart by the deltas' index."""
         if request.deadline_s is None:
             request = replace(request, deadline_s=self._clock() + self.config.timeouts.request_s)
         flight = Flight(request=request, view=self.view(request))
-        tokens: list[Token] = []
         async with contextlib.aclosing(self.dispatch.run(flight)) as deltas:
-            async for delta in deltas:
-                tokens += delta.tokens
+            told = [delta async for delta in deltas]
         assert flight.outcome is not None
-        return tuple(tokens), flight.outcome
+        return tuple(told), flight.outcome
 
     def view(self, request: Request) -> RequestView:
         """What the router is told of a request."""
@@ -230,17 +234,7 @@ class LocalCluster:
         keys: tuple[bytes, ...] = ()
         if infos:
             keys = hasher_for(self.config, infos[0]).chain(request.token_ids, request.cache_salt)
-        return RequestView(
-            request_id=request.request_id,
-            prompt_tokens=len(request.token_ids),
-            prefix_keys=keys,
-            max_tokens=request.sampling.max_tokens,
-            sla_class=request.sla_class,
-            ttft_s=request.ttft_s,
-            itl_s=request.itl_s,
-            priority=request.priority,
-            deadline_s=request.deadline_s,
-        )
+        return RequestView.of(request, keys)
 
     async def ask(self, worker: WorkerRef, question: Question, timeout_s: float = ASK_S) -> Answer:
         """One question to one worker, as the gateway asks it."""

@@ -29,6 +29,7 @@ class Collected:
     prompt_logprobs: tuple[Token, ...] = ()
     finish: FinishReason | None = None
     outcome: Outcome | None = None
+    score: float | None = None
 
     def add(self, piece: Piece) -> None:
         self.parts.append(piece.text)
@@ -36,6 +37,7 @@ class Collected:
         self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
         self.finish = piece.finish or self.finish
         self.outcome = piece.outcome or self.outcome
+        self.score = self.score if piece.score is None else piece.score
 
 
 class Shape(Protocol):
@@ -167,16 +169,15 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage_body(outcomes: Sequence[Outcome], answers_each: int) -> dict[str, Any]:
-    """Token counts over all answers; a prompt with several answers counts once."""
-    first_answers = outcomes[::answers_each]
-    prompt_tokens = sum(outcome.prompt_tokens for outcome in first_answers)
+def usage_body(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Token counts over all requests; a prompt with several answers counts once."""
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
     completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(outcome.cached_tokens for outcome in first_answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(outcome.cached_tokens for outcome in outcomes)},
     }
 
 

@@ -4,7 +4,9 @@ Fields of OpenAI's that change nothing here are accepted and not used; those tha
 and that we do not have (`suffix`, `tools`, …) are refused by name, and so is every field that nobody documents:
 nothing internal (`kv_transfer_params` and its kind) can come in from outside. Fields of our own: `top_k`, `min_p`,
 `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `include_stop`, `sla_class`, `priority`,
-`cache_salt`, `timeout_s`, `ttft_s`, `itl_s`.
+`cache_salt`, `timeout_s`, `ttft_s`, `itl_s`, and for beam search (names as in vLLM) `use_beam_search`, `beam_width` (or
+`best_of`; else `n`), `length_penalty`, `early_stopping`. Beams, and `best_of` above `n`, are known at the end only, so
+they are refused with `stream`.
 
 Source: https://platform.openai.com/docs/api-reference
 """
@@ -43,6 +45,7 @@ class _Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -65,6 +68,10 @@ class _Body(BaseModel):
     timeout_s: float | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     # OpenAI's, not used here
     user: Any = None
@@ -103,12 +110,44 @@ class _Body(BaseModel):
             prompt_logprobs=prompt_logprobs,
         )
 
+    def branching(self) -> dict[str, Any]:
+        """The parts of an `Ask` about several answers."""
+        n = 1 if self.n is None else self.n
+        if self.use_beam_search:
+            return {"n": n, **self._beams(n)}
+        for name in _BEAMS:
+            if getattr(self, name) is not None:
+                raise InvalidRequest(name, "is only for use_beam_search=true")
+        if self.stream and self.best_of is not None and self.best_of != n:
+            raise InvalidRequest("best_of", "must equal n for stream=true: the best are known at the end only")
+        return {"n": n, "best_of": self.best_of}
+
+    def _beams(self, n: int) -> dict[str, Any]:
+        if self.stream:
+            raise InvalidRequest("use_beam_search", "is not for stream=true: beams are known at the end only")
+        if self.beam_width is not None and self.best_of is not None:
+            raise InvalidRequest(
+                "best_of", "is another name for beam_width with use_beam_search=true; give one of them"
+            )
+        width = next((width for width in (self.beam_width, self.best_of) if width is not None), n)
+        if width < 1:
+            name = "best_of" if self.beam_width is None else "beam_width"
+            raise InvalidRequest(name, f"is {width}; it must be at least 1")
+        if self.early_stopping not in _EARLY_STOPPING:
+            raise InvalidRequest("early_stopping", 'must be true, false or "never"')
+        return {
+            "beam_width": width,
+            "length_penalty": self.length_penalty,
+            "early_stopping": _EARLY_STOPPING[self.early_stopping],
+        }
+
     def common(self) -> dict[str, Any]:
         """The parts of an `Ask` that are the same for both kinds."""
+        names = {"beam_width": "n" if self.best_of is None else "best_of"} if self.beam_width is None else {}
         return {
+            **self.branching(),
             "model": self.model or "",
             "seed": self.seed,
-            "n": 1 if self.n is None else self.n,
             "include_stop": bool(self.include_stop),
             "sla_class": self.sla_class or "",
             "priority": self.priority,
@@ -116,10 +155,12 @@ class _Body(BaseModel):
             "timeout_s": self.timeout_s,
             "ttft_s": self.ttft_s,
             "itl_s": self.itl_s,
-            "names": self.NAMES,
+            "names": {**self.NAMES, **names},
         }
 
 
+_BEAMS = ("beam_width", "length_penalty", "early_stopping")
+_EARLY_STOPPING: Mapping[bool | str | None, str | None] = {None: None, True: "yes", False: "no", "never": "never"}
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -136,14 +177,13 @@ _SAMPLING = (
 class CompletionBody(_Body):
     """POST /v1/completions."""
 
-    UNSUPPORTED = {"suffix": ("",), "best_of": (1,)}
+    UNSUPPORTED = {"suffix": ("",)}
     NAMES = {"prompt_logprobs": "logprobs"}
 
     prompt: Any = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Any = None
-    best_of: int | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names the field."""
@@ -231,12 +271,13 @@ class ChatBody(_Body):
             raise InvalidRequest("top_logprobs", "is only for logprobs=true")
         newer = self.max_completion_tokens is not None
         names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if newer else {})
+        common = self.common()
         return Ask(
             messages=tuple(message.as_text(index) for index, message in enumerate(self.messages)),
             sampling=self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None, prompt_logprobs=None),
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             fill_context=True,
-            **(self.common() | {"names": names}),
+            **(common | {"names": common["names"] | names}),
         )
 
 
@@ -268,7 +309,9 @@ def invalid(error: ValidationError) -> InvalidRequest:
 
 def _path(location: Sequence[int | str]) -> str:
     """Field and index as `messages.0.content`; names of pydantic's alternatives left out."""
-    names = [part for part in map(str, location) if part.replace("_", "").isalnum() and part not in ("str", "int")]
+    names = [
+        part for part in map(str, location) if part.replace("_", "").isalnum() and part not in ("str", "int", "bool")
+    ]
     return ".".join(names)[:80] or "body"
 
 

@@ -10,7 +10,8 @@ from tandem.messages import Code, HandoffReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of one sequence; exactly one per sequence. `code` None: it finished, and `finish` says why.
+    """The end of one request; exactly one per request. `code` None: it finished, and `finish` says why; of several
+    sequences that is the first's, and `completion_tokens` and `itl_s` are those of all that were returned.
 
     Durations in seconds, measured in the gateway from the request's arrival: `placed_s` to the router's answer,
     `ttft_s` to the first token, `e2e_s` to the end. `itl_s` holds the times between tokens; tokens that arrived

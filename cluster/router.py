@@ -321,13 +321,14 @@ class RouterState:
 
     def _claim(self, request: RequestView, known: _Known, prefill_tokens: int) -> Claim:
         decode = known.info.role == "decode"
-        tokens = request.prompt_tokens + (request.expected_output_tokens if decode else 0)
+        tokens = request.expected_tokens if decode else request.prompt_tokens
         return Claim(
             worker=known.info.ref.name,
             decode=decode,
             prefill_tokens=prefill_tokens,
             blocks=-(-tokens // known.load.block_size),
-            context_tokens=request.prompt_tokens if decode else 0,
+            context_tokens=request.sequences * request.prompt_tokens if decode else 0,
+            siblings=request.sequences - 1 if decode else 0,
             itl_s=request.itl_s if decode else None,
             keys=request.prefix_keys if prefill_tokens else (),
         )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
-from engine.types import EngineLoad
+from engine.types import EngineLoad, Request
 from tandem.messages import Code, WorkerInfo, WorkerRef
 
 EXPECTED_OUTPUT_TOKENS = 256
@@ -43,15 +44,38 @@ class RequestView:
     prompt_tokens: int
     prefix_keys: tuple[bytes, ...] = field(default=(), repr=False)
     max_tokens: int = 16
+    sequences: int = 1
+    """Answers that are generated from the one prompt, each up to `max_tokens`."""
     sla_class: str = "default"
     ttft_s: float | None = None
     itl_s: float | None = None
     priority: int = 0
     deadline_s: float | None = None
 
+    @classmethod
+    def of(cls, request: Request, prefix_keys: tuple[bytes, ...]) -> Self:
+        return cls(
+            request_id=request.request_id,
+            prompt_tokens=len(request.token_ids),
+            prefix_keys=prefix_keys,
+            max_tokens=request.sampling.max_tokens,
+            sequences=request.sequences,
+            sla_class=request.sla_class,
+            ttft_s=request.ttft_s,
+            itl_s=request.itl_s,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+        )
+
     @property
     def expected_output_tokens(self) -> int:
+        """Of each sequence."""
         return min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+    @property
+    def expected_tokens(self) -> int:
+        """KV positions that it comes to hold where it decodes: the prompt, which all share, and every answer."""
+        return self.prompt_tokens + self.sequences * self.expected_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +87,12 @@ class Tally:
     blocks: int = 0
     context_tokens: int = 0
     itl_s: float | None = None
+    siblings: int = 0
+    """Sequences beyond the first of each request."""
+
+    @property
+    def sequences(self) -> int:
+        return self.requests + self.siblings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +127,7 @@ class WorkerView:
     @property
     def batch(self) -> int:
         """Sequences that decode here now or will once their KV has arrived."""
-        return max(self.load.running + self.unseen.requests, self.promised.requests)
+        return max(self.load.running + self.unseen.sequences, self.promised.sequences)
 
     @property
     def context_tokens(self) -> int:

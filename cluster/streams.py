@@ -1,19 +1,20 @@
 """Token streams: from the workers' frames to the one request that waits for each piece of news.
 
 A decode worker sends one `Frame` a step with the news of all its requests. The hub splits it into one stream per
-request. A stream ends with a delta that carries `finish` or `error`, or when its owner releases it. Three things can
-go wrong and each has its exit here: a worker is lost (every stream it feeds ends with UNAVAILABLE), a delta comes twice
-(dropped), a delta is missing (the stream ends with UNAVAILABLE: text with a hole is never delivered). Frames of
-an old incarnation, and news of requests that nobody expects any more, are dropped.
+request. A stream ends when every sequence of the request has a `finish`, with a delta that ends them all (an error, an
+abort), or when its owner releases it. Three things can go wrong and each has its exit here: a worker is lost (every
+stream it feeds ends with UNAVAILABLE), a delta comes twice (dropped), a delta is missing (the stream ends with
+UNAVAILABLE: text with a hole is never delivered). Frames of an old incarnation, and news of requests that nobody
+expects any more, are dropped.
 
 Everything here runs on the gateway's event loop; other threads use `call_soon_threadsafe`. What a stream can queue is
-bounded by the request's `max_tokens`.
+bounded by the request's `max_tokens`, for each of its sequences.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Self
 
@@ -21,27 +22,37 @@ from tandem.messages import Code, Declined, Delta, Frame, WorkerRef
 
 
 class TokenStream:
-    """The news of one request, in order: `async for delta in stream`. Ends after a delta with `finish` or `error`."""
+    """The news of one request, in order: `async for delta in stream`. `sequences` are told apart by their index."""
 
-    def __init__(self, request_id: str, worker: WorkerRef) -> None:
+    def __init__(self, request_id: str, worker: WorkerRef, sequences: int = 1) -> None:
         self.request_id = request_id
         self.worker = worker
         self._deltas: deque[Delta] = deque()
         self._news = asyncio.Event()
-        self._next_seq = 0
+        self._next_seq: Counter[int] = Counter()
+        self._open = set(range(sequences))
         self._ended = False
 
     def put(self, delta: Delta) -> None:
         """Add news; what comes after the end is dropped, a repetition is trimmed, a hole ends the stream."""
-        if self._ended:
+        if self._ended or (delta.index not in self._open and not delta.ends_request):
             return
-        if delta.seq > self._next_seq:
-            delta = self._lost(f"{delta.seq - self._next_seq} tokens of the stream were lost on the way")
+        if (missing := delta.seq - self._next_seq[delta.index]) > 0:
+            delta = self._lost(f"{missing} tokens of the stream were lost on the way")
         delta = self._without_repetition(delta)
-        self._next_seq += len(delta.tokens)
-        self._ended = delta.finish is not None or delta.error is not None
+        self._next_seq[delta.index] += len(delta.tokens)
+        if delta.finish is not None:
+            self._open.discard(delta.index)
+        self._ended = delta.ends_request or not self._open
         self._deltas.append(delta)
         self._news.set()
+
+    def skip(self, index: int) -> None:
+        """Nobody wants more of this sequence: its news is dropped, also what waits here."""
+        self._open.discard(index)
+        self._deltas = deque(delta for delta in self._deltas if delta.index != index or delta.ends_request)
+        if not self._open:
+            self.close()
 
     def lost(self, why: str) -> None:
         """End the stream: its worker is gone."""
@@ -49,7 +60,7 @@ class TokenStream:
 
     def end(self, error: Declined) -> None:
         """End the stream with this error."""
-        self.put(Delta(self.request_id, self._next_seq, error=error))
+        self.put(Delta(self.request_id, self._next_seq[0], error=error))
 
     def close(self) -> None:
         """End the stream without news; a reader that waits is woken."""
@@ -68,11 +79,12 @@ class TokenStream:
         return self._deltas.popleft()
 
     def _lost(self, why: str) -> Delta:
-        return Delta(self.request_id, self._next_seq, error=Declined(Code.UNAVAILABLE, why, by=self.worker.name))
+        return Delta(self.request_id, self._next_seq[0], error=Declined(Code.UNAVAILABLE, why, by=self.worker.name))
 
     def _without_repetition(self, delta: Delta) -> Delta:
-        seen = self._next_seq - delta.seq
-        return replace(delta, seq=self._next_seq, tokens=delta.tokens[seen:]) if seen > 0 else delta
+        known = self._next_seq[delta.index]
+        seen = known - delta.seq
+        return replace(delta, seq=known, tokens=delta.tokens[seen:]) if seen > 0 else delta
 
 
 class FrameHub:
@@ -81,11 +93,11 @@ class FrameHub:
     def __init__(self) -> None:
         self._streams: dict[str, TokenStream] = {}
 
-    def expect(self, request_id: str, worker: WorkerRef) -> TokenStream:
+    def expect(self, request_id: str, worker: WorkerRef, sequences: int = 1) -> TokenStream:
         """Open the stream of a request before its worker hears of it. The caller releases it in a `finally`."""
         if request_id in self._streams:
             raise ValueError(f"request {request_id} already has a stream")
-        stream = self._streams[request_id] = TokenStream(request_id, worker)
+        stream = self._streams[request_id] = TokenStream(request_id, worker, sequences)
         return stream
 
     def deliver(self, frame: Frame) -> None:

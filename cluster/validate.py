@@ -1,8 +1,8 @@
 """From what a client asked to requests that can be served, or a refusal that names the field as the client wrote it.
 
 Both front ends turn their own shape (JSON, protobuf) into one `Ask`. `requests_for` makes the engine's frozen
-`Request`s of it: one for each prompt and each of its `n` answers. The rules for numbers are the engine's
-(`engine.validate`); here are the ones about the ask as a whole. Nothing here does I/O.
+`Request`s of it, one for each prompt: its `n` answers are sequences of one request. The rules for numbers are the
+engine's (`engine.validate`); here are the ones about the ask as a whole. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from cluster.config import SlaClass
 from engine.errors import InvalidRequest, TandemError
-from engine.types import Request, SamplingParams
-from engine.validate import check_fits, validate
+from engine.types import Branching, Request, SamplingParams
+from engine.validate import MOST_SEQUENCES, check_fits, check_range, validate, validate_branching
 from tandem.messages import Code
 
-MOST_ANSWERS = 128
 MOST_STOPS = 64
 MOST_TIMEOUT_S = 30 * 86_400.0
 """What a longer timeout counts as. The clocks between processes know no "for ever" (1e300 s was in the past)."""
@@ -53,7 +52,8 @@ class Ask:
     """What a client asked for, in whichever way it came. None: not given.
 
     `prompts` holds texts, token ids, or (for a chat) one conversation in `messages`. `max_tokens` None means the
-    default of `sampling`, or with `fill_context` as many as fit. `names` says what the client calls our fields.
+    default of `sampling`, or with `fill_context` as many as fit. `n` to `early_stopping` are those of
+    `engine.types.Branching`. `names` says what the client calls our fields.
     """
 
     model: str = ""
@@ -64,6 +64,10 @@ class Ask:
     fill_context: bool = False
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float | None = None
+    early_stopping: str | None = None
     include_stop: bool = False
     request_id: str = ""
     sla_class: str = ""
@@ -73,6 +77,25 @@ class Ask:
     ttft_s: float | None = None
     itl_s: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def branching(self) -> Branching | None:
+        """None when one sequence is all there is to it."""
+        given = {"length_penalty": self.length_penalty, "early_stopping": self.early_stopping}
+        best_of = None if self.best_of == self.n else self.best_of
+        if self.n == 1 and best_of is None and not self.beam_width:
+            return None
+        return Branching(
+            n=self.n,
+            best_of=best_of,
+            beam_width=self.beam_width,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run at once."""
+        return max(1, len(self.prompts)) * (1 if self.branching is None else self.branching.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +116,7 @@ def check_ask(ask: Ask) -> None:
         _check_messages(ask.messages)
     elif not ask.prompts or not all(ask.prompts):
         raise InvalidRequest("prompt", "must not be empty")
-    if not 1 <= ask.n <= MOST_ANSWERS:
-        raise InvalidRequest("n", f"is {ask.n}; it must be from 1 to {MOST_ANSWERS}")
+    _check_branching(ask)
     if len(ask.sampling.stop) > MOST_STOPS:
         raise InvalidRequest("stop", f"holds {len(ask.sampling.stop)} strings; at most {MOST_STOPS} are allowed")
     if ask.cache_salt == "":
@@ -107,6 +129,18 @@ def check_ask(ask: Ask) -> None:
         value = getattr(ask, name)
         if value is not None and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequest(name, "does not fit 64 bits")
+
+
+def _check_branching(ask: Ask) -> None:
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(ask, name) is not None and not ask.beam_width:
+            raise InvalidRequest(name, "is only for beam search")
+    try:
+        check_range("n", ask.n, 1, MOST_SEQUENCES)
+        if ask.branching is not None:
+            validate_branching(ask.branching, ask.sampling)
+    except InvalidRequest as error:
+        raise InvalidRequest(_client_name(error.field, ask), error.message) from error
 
 
 def _check_messages(messages: Messages) -> None:
@@ -128,21 +162,17 @@ def pick_class(name: str, classes: Mapping[str, Any], default: str) -> str:
 def requests_for(
     ask: Ask, prompts: Sequence[tuple[int, ...]], given: Given, limits: ModelLimits
 ) -> tuple[Request, ...]:
-    """The requests of all prompts and answers, answer by answer within each prompt. InvalidRequest names the field."""
-    total = len(prompts) * ask.n
+    """One request for each prompt. InvalidRequest names the field."""
     try:
         return tuple(
-            _request(ask, prompt, given, limits, f"{given.request_id}-{index * ask.n + i}" if total > 1 else "", i)
+            _request(ask, prompt, given, limits, f"{given.request_id}-{index}" if len(prompts) > 1 else "")
             for index, prompt in enumerate(prompts)
-            for i in range(ask.n)
         )
     except InvalidRequest as error:
         raise InvalidRequest(_client_name(error.field, ask), error.message) from error
 
 
-def _request(
-    ask: Ask, prompt: tuple[int, ...], given: Given, limits: ModelLimits, request_id: str, index: int
-) -> Request:
+def _request(ask: Ask, prompt: tuple[int, ...], given: Given, limits: ModelLimits, request_id: str) -> Request:
     request = Request(
         request_id=request_id or given.request_id,
         token_ids=prompt,
@@ -160,7 +190,7 @@ def _request(
         arrival_s=given.arrival_s,
         deadline_s=given.arrival_s + min(_timeout_s(ask, given.sla), MOST_TIMEOUT_S),
         cache_salt=ask.cache_salt or "",
-        sequence_index=index,
+        branching=ask.branching,
     )
     validate(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
     check_fits(request, limits.kv_tokens, "the KV pool")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
@@ -64,6 +64,11 @@ class Options(TypedDict, total=False):
     ttft_s: float
     itl_s: float
     request_id: str
+    n: int
+    best_of: int
+    beam_width: int
+    length_penalty: float
+    early_stopping: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,9 @@ class ServedBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """News of an answer. The last piece has `finish_reason` ("stop", "length", "abort"), `usage` and `served_by`."""
+    """News of an answer. The last piece of each of the `n` answers has a `finish_reason` ("stop", "length", "abort"),
+    the very last `usage` and `served_by`. `index` says which answer; after beam search and `best_of` its rank, and
+    `score` what it was chosen by."""
 
     request_id: str
     text: str = ""
@@ -118,6 +125,10 @@ class Piece:
     finish_reason: str | None = None
     usage: Usage = field(default_factory=Usage)
     served_by: ServedBy = field(default_factory=ServedBy)
+    index: int = 0
+    score: float | None = None
+    choices: tuple[Piece, ...] = ()
+    """Of a whole answer: all `n` of them, itself the first."""
 
 
 Answer = Piece
@@ -162,7 +173,8 @@ class Client:
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[Options]) -> Pieces: ...
 
     def generate(self, prompt: Prompt, *, stream: bool = False, **options: Unpack[Options]) -> Answer | Pieces:
-        """The answer, or with `stream` its pieces as they come. RequestError as in `tandem.errors`."""
+        """The answer, or with `stream` its pieces as they come. RequestError as in `tandem.errors`. Of `n` answers the
+        first, with all in its `choices`."""
         pieces = self._pieces(_request(prompt, options), options.get("timeout_s"))
         return pieces if stream else _joined(list(pieces))
 
@@ -357,6 +369,8 @@ def _piece(response: pb.GenerateResponse) -> Piece:
         else None,
         usage=Usage(**_fields(response.usage)),
         served_by=ServedBy(**_fields(response.served_by)),
+        index=response.index,
+        score=response.score if response.HasField("score") else None,
     )
 
 
@@ -374,18 +388,27 @@ def _fields(message: Any) -> dict[str, Any]:
 
 
 def _joined(pieces: Sequence[Piece]) -> Answer:
-    if not pieces or pieces[-1].finish_reason is None:
+    answers = [_whole([piece for piece in pieces if piece.index == index]) for index in range(_answers(pieces))]
+    if not answers or any(answer.finish_reason is None for answer in answers):
         raise UnavailableError("the stream broke off before its end")
-    last = pieces[-1]
-    return Piece(
-        request_id=last.request_id,
+    told = pieces[-1]
+    choices = tuple(replace(answer, usage=told.usage, served_by=told.served_by) for answer in answers)
+    return replace(choices[0], choices=choices)
+
+
+def _answers(pieces: Sequence[Piece]) -> int:
+    return 1 + max((piece.index for piece in pieces), default=-1)
+
+
+def _whole(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one answer as one."""
+    last = pieces[-1] if pieces else Piece(request_id="")
+    return replace(
+        last,
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
         prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-        served_by=last.served_by,
     )
 
 

@@ -2,7 +2,7 @@
 
     prefill on p    queue(p) + T(prompt - overlap(p)) + exposed transfer + hand-over
     local on d      the same work in the time that the promises of d's running sequences leave in each step
-    tokens on d     a + b * (batch + 1) + c * (context + prompt)
+    tokens on d     a + b * (batch + sequences) + c * (context + sequences * prompt)
 
 T adds the cost of a step for every chunk. A transfer runs while later chunks compute, so only what sticks out behind
 the last chunk counts. Tokens of KV that decode holds already are not sent.
@@ -90,7 +90,9 @@ def exposed_s(work: Work, wire_s: float, snapshot: Snapshot) -> float:
 
 def joined_itl_s(request: RequestView, view: WorkerView) -> float:
     """Time between tokens on this worker once the request has joined."""
-    return view.load.step_times.decode_s(view.batch + 1, view.context_tokens + request.prompt_tokens)
+    sequences = request.sequences
+    context_tokens = view.context_tokens + sequences * request.prompt_tokens
+    return view.load.step_times.decode_s(view.batch + sequences, context_tokens)
 
 
 def breaks_itl(request: RequestView, view: WorkerView, itl_s: float) -> bool:
@@ -101,5 +103,5 @@ def breaks_itl(request: RequestView, view: WorkerView, itl_s: float) -> bool:
 
 def lacks_room(request: RequestView, view: WorkerView, snapshot: Snapshot) -> bool:
     """Prompt and expected answer exceed what nobody else was promised."""
-    tokens = request.prompt_tokens - snapshot.overlap(view) + request.expected_output_tokens
+    tokens = request.expected_tokens - snapshot.overlap(view)
     return view.blocks_for(tokens) > view.room_blocks

@@ -147,6 +147,7 @@ REPORT = HandoffReport(prefill_cached_tokens=16, computed_tokens=4, kv_bytes=409
 class ScriptedWorkers:
     """`reply(request)` are the token ids of the answer; the last one ends it with `finish`.
 
+    A request's sequences all say the same, in turn; those that are told at the end come whole, with a score.
     `declines` are taken one by one by (worker, kind of question). `early`: prefill ends the request with its first
     token. `hold`: streams stay open after their first token until `go` is set.
     """
@@ -161,6 +162,8 @@ class ScriptedWorkers:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[str, Question]] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
+    cut: set[tuple[str, int]] = field(default_factory=set)
+    """Sequences that were ended while others of their request ran on."""
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with every question; a test clears it and waits."""
@@ -172,6 +175,9 @@ class ScriptedWorkers:
         self.heard.set()
         if waiting := self.declines.get((worker.name, type(question))):
             return waiting.pop(0)
+        if isinstance(question, Abort) and question.index is not None:
+            self.cut.add((question.request_id, question.index))
+            return Aborted(question.request_id, True)
         if isinstance(question, Abort):
             self.aborted.add(question.request_id)
             task = self.running.pop(question.request_id, None)
@@ -190,8 +196,11 @@ class ScriptedWorkers:
         prompt = tuple(Token(i, None if n == 0 else -1.0) for n, i in enumerate(request.token_ids))
         prompt_logprobs = prompt if request.sampling.prompt_logprobs is not None else ()
         if self.early:
-            told = Delta(request.request_id, 0, tuple(self._tokens(request)[:1]), FinishReason.LENGTH)
-            return FinishedEarly(request.request_id, (told,), REPORT, prompt_logprobs)
+            tokens = tuple(self._tokens(request)[:1])
+            told = tuple(
+                Delta(request.request_id, 0, tokens, FinishReason.LENGTH, index=i) for i in range(request.answers)
+            )
+            return FinishedEarly(request.request_id, told, REPORT, prompt_logprobs)
         self._start(question.decode, request)
         return HandedOver(request.request_id, REPORT, prompt_logprobs)
 
@@ -203,12 +212,18 @@ class ScriptedWorkers:
         finish = self.finish or (
             FinishReason.LENGTH if len(tokens) >= request.sampling.max_tokens else FinishReason.STOP
         )
+        together = request.branching is not None and request.branching.withheld
         for seq, token in enumerate(tokens):
             if self.silent or (seq and self.hold):
                 await self.go.wait()
             last = seq == len(tokens) - 1
-            self.deliver(worker, Delta(request.request_id, seq, (token,), finish if last else None))
+            for index in range(0 if together else request.answers):
+                if (request.request_id, index) not in self.cut:
+                    told = Delta(request.request_id, seq, (token,), finish if last else None, index=index)
+                    self.deliver(worker, told)
             await asyncio.sleep(0)
+        for rank in range(request.answers if together else 0):
+            self.deliver(worker, Delta(request.request_id, 0, tuple(tokens), finish, index=rank, score=-0.5 - rank))
         self.running.pop(request.request_id, None)
 
     def _tokens(self, request: Request) -> list[Token]:

@@ -12,7 +12,7 @@ from scripted import PIECES, VOCAB, Bench, ScriptedRouter, bench, ids, toy_text,
 from cluster.gateway import Job, Piece
 from cluster.validate import MOST_TIMEOUT_S, Ask, RequestFailed
 from engine.hashing import GRANULE
-from engine.types import FinishReason, SamplingParams
+from engine.types import Branching, FinishReason, SamplingParams, Token
 from tandem.messages import Abort, Code, Delta
 
 
@@ -159,18 +159,109 @@ async def test_failures_tell_the_client_what_to_do_and_keep_inner_stories_for_th
 # -- several answers ----------------------------------------------------------------------------------------------
 
 
-async def test_n_answers_differ_in_sequence_index_alone_and_are_merged() -> None:
+async def _merged(made: Bench, job: Job) -> tuple[list[str], list[Piece]]:
+    """The text of each answer and its last piece."""
+    texts = [""] * (len(job.requests) * job.answers_each)
+    last = [Piece()] * len(texts)
+    async with asyncio.timeout(5), aclosing(made.gateway.answers(job)) as answers:
+        async for index, piece in answers:
+            assert last[index].finish is None, "nothing follows an answer's end"
+            texts[index] += piece.text
+            last[index] = piece
+    return texts, last
+
+
+async def test_n_answers_to_a_prompt_are_one_request_and_are_merged() -> None:
     async with bench() as made:
         ask = Ask(prompts=("a", "b"), n=2, sampling=SamplingParams(max_tokens=4))
         job = await made.gateway.prepare(ask)
-        assert [request.request_id for request in job.requests] == ["r0-0", "r0-1", "r0-2", "r0-3"]
-        assert [request.sequence_index for request in job.requests] == [0, 1, 0, 1]
+        assert [request.request_id for request in job.requests] == ["r0-0", "r0-1"]
+        assert {request.branching for request in job.requests} == {Branching(n=2)}
         assert {request.sampling.seed for request in job.requests} == {7}
-        texts = ["", "", "", ""]
-        async with aclosing(made.gateway.answers(job)) as answers:
-            async for index, piece in answers:
-                texts[index] += piece.text
+        assert [view.sequences for view in job.views] == [2, 2]
+        texts, last = await _merged(made, job)
         assert texts == ["Hell"] * 4
+        assert {piece.finish for piece in last} == {FinishReason.LENGTH}
+        assert [outcome.completion_tokens for outcome in made.outcomes] == [8, 8]
+
+
+async def test_one_answer_of_several_that_meets_its_stop_string_is_cut_and_the_others_run_on() -> None:
+    async with bench() as made:
+        made.workers.silent = True
+        job = await made.gateway.prepare(Ask(prompts=("a",), n=3, sampling=SamplingParams(max_tokens=4, stop=(".",))))
+        reading = asyncio.create_task(_merged(made, job))
+        await until(lambda: "r0" in made.workers.running)
+        decode = made.router.infos[1].ref
+
+        def say(index: int, seq: int, text: str, finish: FinishReason | None = None) -> None:
+            tokens = tuple(Token(token_id) for token_id in ids(text))
+            made.workers.deliver(decode, Delta("r0", seq, tokens, finish, index=index))
+
+        say(0, 0, "a")
+        say(1, 0, "b.")
+        await until(lambda: ("r0", 1) in made.workers.cut)
+        say(1, 2, "no", FinishReason.LENGTH)
+        say(2, 0, "cc", FinishReason.STOP)
+        say(0, 1, "aa.", FinishReason.LENGTH)
+        texts, last = await reading
+        assert texts == ["aaa", "b", "cc"]
+        assert [piece.finish for piece in last] == [FinishReason.STOP] * 3
+        assert [piece.outcome is not None for piece in last] == [True, False, False]
+        assert [outcome.completion_tokens for outcome in made.outcomes] == [8]
+        assert made.workers.cut == {("r0", 1)}
+        made.workers.go.set()
+        await until(lambda: not made.workers.running)
+
+
+async def test_when_every_answer_met_its_stop_string_the_request_is_over() -> None:
+    async with bench() as made:
+        job = await made.gateway.prepare(Ask(prompts=("a",), n=3, sampling=SamplingParams(max_tokens=40, stop=("l",))))
+        texts, last = await _merged(made, job)
+        assert texts == ["He"] * 3
+        assert {piece.finish for piece in last} == {FinishReason.STOP}
+        await made.dispatch.drained()
+        assert made.workers.cut == {("r0", 0), ("r0", 1)}
+        assert made.workers.aborted == {"r0"}
+
+
+@pytest.mark.parametrize("several", [{"best_of": 4}, {"beam_width": 4}])
+async def test_what_is_chosen_at_the_end_has_scores_and_is_cut_at_stop_strings(several: dict[str, int]) -> None:
+    async with bench() as made:
+        ask = Ask(prompts=("a",), n=2, sampling=SamplingParams(max_tokens=40, stop=("wor",)), **several)  # type: ignore[arg-type]
+        job = await made.gateway.prepare(ask)
+        assert job.requests[0].sequences == 4
+        texts, last = await _merged(made, job)
+        assert texts == ["Hello, "] * 2
+        assert [(piece.score, piece.finish) for piece in last] == [(-0.5, FinishReason.STOP), (-1.5, FinishReason.STOP)]
+        assert made.outcomes[0].itl_s == ()
+        assert not made.workers.cut
+
+
+async def test_several_answers_aborted_by_their_id_all_end_with_what_they_have() -> None:
+    async with bench() as made:
+        made.workers.hold = True
+        job = await made.gateway.prepare(Ask(prompts=("a",), n=2, sampling=SamplingParams(max_tokens=4)))
+        reading = asyncio.create_task(_merged(made, job))
+        await until(lambda: "r0" in made.dispatch._flights and made.dispatch._flights["r0"].tokens == 2)
+        assert made.gateway.abort("r0")
+        texts, last = await reading
+        assert texts == ["H", "H"]
+        assert [piece.finish for piece in last] == [FinishReason.ABORT] * 2
+
+
+async def test_several_answers_that_all_end_with_their_first_token_never_start_decode() -> None:
+    async with bench() as made:
+        made.workers.early = True
+        job = await made.gateway.prepare(Ask(prompts=("a",), n=3, sampling=SamplingParams(max_tokens=1)))
+        texts, _ = await _merged(made, job)
+        assert texts == ["H"] * 3
+        assert made.outcomes[0].decode == ""
+
+
+async def test_answers_at_once_are_limited_by_all_that_are_generated() -> None:
+    async with bench(max_streams=3) as made:
+        assert (await _refusal(made, Ask(prompts=("a",), n=1, best_of=4))).code is Code.NO_ROOM
+        assert (await made.gateway.prepare(Ask(prompts=("a",), best_of=3))).requests[0].sequences == 3
 
 
 async def test_one_failure_among_several_answers_ends_them_all() -> None:
@@ -180,7 +271,7 @@ async def test_one_failure_among_several_answers_ends_them_all() -> None:
         with pytest.raises(RequestFailed):  # noqa: PT012 - the failure comes while it is read
             async with aclosing(made.gateway.answers(job)) as answers:
                 async for _ in answers:
-                    if len(made.workers.running) == 3:
+                    if len(made.workers.running) == 1:
                         made.hub.lost("decode-0", "1", "killed")
 
 
@@ -190,9 +281,9 @@ async def test_leaving_several_answers_aborts_them_all() -> None:
         job = await made.gateway.prepare(Ask(prompts=("a",), n=3, sampling=SamplingParams(max_tokens=4)))
         async with aclosing(made.gateway.answers(job)) as answers:
             await anext(answers)
-            await until(lambda: len(made.workers.running) == 3)
+            await until(lambda: len(made.workers.running) == 1)
         await made.dispatch.drained()
-        assert made.workers.aborted == {"r0-0", "r0-1", "r0-2"}
+        assert made.workers.aborted == {"r0"}
 
 
 # -- what is filled in --------------------------------------------------------------------------------------------
@@ -271,6 +362,20 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
         (Ask(messages=({"role": "user", "content": "x" * 100_000},)), "messages"),
         (Ask(messages=({"role": "x" * 100_000, "content": "x"},)), "messages"),
         (Ask(prompts=("a",), n=0), "n"),
+        (Ask(prompts=("a",), n=129), "n"),
+        (Ask(prompts=("a",), n=2, best_of=1), "best_of"),
+        (Ask(prompts=("a",), best_of=0), "best_of"),
+        (Ask(prompts=("a",), n=3, beam_width=2), "n"),
+        (Ask(prompts=("a",), n=3, beam_width=2, names={"beam_width": "best_of"}), "n"),
+        (Ask(prompts=("a",), beam_width=129), "beam_width"),
+        (Ask(prompts=("a",), beam_width=129, names={"beam_width": "best_of"}), "best_of"),
+        (Ask(prompts=("a",), beam_width=-1), "beam_width"),
+        (Ask(prompts=("a",), beam_width=2, best_of=2), "best_of"),
+        (Ask(prompts=("a",), beam_width=2, early_stopping="maybe"), "early_stopping"),
+        (Ask(prompts=("a",), beam_width=2, length_penalty=float("nan")), "length_penalty"),
+        (Ask(prompts=("a",), beam_width=2, sampling=SamplingParams(logprobs=1)), "logprobs"),
+        (Ask(prompts=("a",), length_penalty=1.0), "length_penalty"),
+        (Ask(prompts=("a",), early_stopping="yes"), "early_stopping"),
         (Ask(prompts=("a",), cache_salt=""), "cache_salt"),
         (Ask(prompts=("a",), sla_class="gold"), "sla_class"),
         (Ask(prompts=("a",), timeout_s=float("nan")), "timeout_s"),

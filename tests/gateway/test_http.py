@@ -272,7 +272,6 @@ async def test_numbers_at_the_edge_are_served(field: str, value: float) -> None:
         ({"prompt": "a", "do_remote_decode": True}, "do_remote_decode"),
         ({"prompt": "a", "data_parallel_rank": 1}, "data_parallel_rank"),
         ({"prompt": "a", "suffix": "x"}, "suffix"),
-        ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"prompt": "a", "n": 0}, "n"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.profiles import profile_settings
+from kvtransfer.tiers.types import TierSettings
 
 DEFAULT_MODEL = "smollm2-135m"
 ROLES = ("prefill", "decode")
@@ -61,6 +62,8 @@ class PoolSection:
     preemption: str = "auto"
     swap_bytes: int = 256 << 20
     """Host memory for KV of preempted sequences. 0: they are always computed again."""
+    tiers: TierSettings | None = None
+    """Lower tiers of each worker's KV. None: what leaves the KV pool is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

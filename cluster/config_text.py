@@ -38,6 +38,7 @@ from cluster.yaml_lines import Node, YamlProblem, parse
 from engine.config import BATCHINGS, HASHES, KERNELS, PREEMPTIONS, WEIGHTS
 from engine.errors import ConfigError, TandemError
 from engine.profiles import PROFILES
+from kvtransfer.tiers.types import TierSettings
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
@@ -199,7 +200,19 @@ _COUNT = integer(1)
 _PORT = integer(1, 65535)
 _PROFILE = Setting("profile", one_of(tuple(PROFILES)))
 
-_POOL = {
+_TIERS = Section(
+    TierSettings,
+    {
+        "host_memory": Setting("host_bytes", size),
+        "disk_path": Setting("disk_path", text),
+        "disk_space": Setting("disk_bytes", size),
+        "io_timeout": Setting("io_timeout_s", duration),
+        "fsync": Setting("fsync", boolean),
+    },
+    required=("host_memory",),
+    field="tiers",
+)
+_POOL: Mapping[str, Setting | Section] = {
     "count": Setting("count", integer(1, 1024)),
     "threads": Setting("threads", _COUNT),
     "profile": _PROFILE,
@@ -211,6 +224,7 @@ _POOL = {
     "chunked_prefill": Setting("chunked_prefill", boolean),
     "preemption": Setting("preemption", one_of(PREEMPTIONS)),
     "swap_memory": Setting("swap_bytes", size_or_none),
+    "tiers": _TIERS,
 }
 _CLASS = Section(
     SlaClass,

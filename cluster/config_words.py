@@ -62,7 +62,8 @@ def _pool(name: str, pool: PoolSection) -> str:
     memory = _count(pool.num_blocks, "KV block") if pool.num_blocks else f"{_size(pool.kv_memory_bytes)} of KV cache"
     step = f"steps of up to {_count(pool.max_num_batched_tokens, 'token')} and {_count(pool.max_num_seqs, 'sequence')}"
     first = f"{name}: {workers}, each with {_count(pool.threads, 'thread')}, {memory}, {step}"
-    return f"{first} ({pool.profile}).\n  {_BATCHING[pool.batching, pool.chunked_prefill]};\n  {_preemption(pool)}."
+    batching = _BATCHING[pool.batching, pool.chunked_prefill]
+    return f"{first} ({pool.profile}).\n  {batching};\n  {_preemption(pool)}.{_tiers(pool)}"
 
 
 _BATCHING = {
@@ -80,6 +81,13 @@ def _preemption(pool: PoolSection) -> str:
     if pool.preemption == "swap":
         return f"without room KV goes to {space}"
     return f"without room KV goes to {space} or is computed again, whichever is cheaper"
+
+
+def _tiers(pool: PoolSection) -> str:
+    if pool.tiers is None:
+        return ""
+    disk = f", then {_size(pool.tiers.disk_bytes)} under {pool.tiers.disk_path}" if pool.tiers.disk_path else ""
+    return f"\n  KV that leaves the cache goes to {_size(pool.tiers.host_bytes)} of host memory{disk}."
 
 
 def _class(sla: SlaClass) -> str:

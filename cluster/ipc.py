@@ -13,6 +13,7 @@ from typing import Any
 from cluster.worker import WorkerSettings
 from decode_node.service import DecodeLimits
 from engine.config import EngineConfig
+from kvtransfer.tiers.types import TierSettings
 from prefill_node.service import PrefillLimits
 
 
@@ -27,6 +28,8 @@ class RankSettings:
     transports: tuple[str, ...] = ("shm", "ucx", "tcp")
     """Best first. One that this machine lacks is left out, with a warning; none left is an error."""
     checksums: bool = False
+    tiers: TierSettings | None = None
+    """With the worker's own folder."""
     host: str = "127.0.0.1"
     advertise: str | None = None
     ucx_error_handling: bool = True
@@ -44,4 +47,11 @@ def from_json(text: str) -> RankSettings:
     worker["decode"] = DecodeLimits(**worker["decode"])
     engine = EngineConfig(**fields.pop("engine"))
     transports = tuple(fields.pop("transports"))
-    return RankSettings(worker=WorkerSettings(**worker), engine=engine, transports=transports, **fields)
+    tiers = fields.pop("tiers")
+    return RankSettings(
+        worker=WorkerSettings(**worker),
+        engine=engine,
+        transports=transports,
+        tiers=None if tiers is None else TierSettings(**tiers),
+        **fields,
+    )

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cluster import tiers
 from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.dispatch import Dispatch, Flight
 from cluster.gateway import Gateway
@@ -38,6 +39,7 @@ from engine.engine import Engine
 from engine.types import Request, Token
 from kvtransfer.engine import TransferEngine
 from kvtransfer.inproc import InprocHub, InprocTransport
+from kvtransfer.tiers.store import TierStore
 from tandem.messages import (
     Answer,
     Code,
@@ -69,6 +71,7 @@ class Slot:
 
     worker: Worker
     bell: asyncio.Event
+    store: TierStore | None = None
     pump: asyncio.Task[None] | None = None
     frozen: bool = False
     asked: dict[int, OnAnswer] = field(default_factory=dict)
@@ -170,12 +173,18 @@ class LocalCluster:
             checksums=True,
         )
         address = f"local/{name}/{incarnation}"
+        store = None
+        if settings.tiers is not None:
+            wake = partial(_ring, loop, bell)
+            store = tiers.attach(engine, settings.tiers, settings.worker.role, clock=self._clock, wake=wake)
         worker = Worker(replace(settings.worker, incarnation=incarnation, address=address), engine, transfers)
         declined = self.router.register(worker.info, self._clock())
         if declined is not None:
             transfers.shutdown()
+            if store is not None:
+                store.shutdown()
             raise ValueError(declined.message)
-        slot = self.slots[name] = Slot(worker, bell)
+        slot = self.slots[name] = Slot(worker, bell, store)
         slot.pump = asyncio.create_task(self._pump(slot))
         return worker.info
 
@@ -188,6 +197,8 @@ class LocalCluster:
         assert slot.pump is not None
         slot.pump.cancel()
         slot.worker.transfers.shutdown()
+        if slot.store is not None:
+            slot.store.shutdown()
         gone = Declined(Code.UNAVAILABLE, f"worker {name} is gone", by=name)
         for on_answer in tuple(slot.asked.values()):
             on_answer(gone)

@@ -20,6 +20,7 @@ from types import FrameType
 
 import zmq
 
+from cluster import tiers
 from cluster.ipc import RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
@@ -118,6 +119,8 @@ def main() -> int:
     engine = Engine.open(settings.engine)
     doorbell = Doorbell()
     transfers = open_transfers(settings, engine, doorbell)
+    role, lower = settings.worker.role, settings.tiers
+    store = tiers.attach(engine, lower, role, wake=doorbell.ring) if lower is not None else None
     worker = Worker(settings.worker, engine, transfers)
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
         pair.setsockopt(zmq.SNDHWM, 0)
@@ -130,6 +133,8 @@ def main() -> int:
             loop.run()
         finally:
             transfers.shutdown()
+            if store is not None:
+                store.shutdown()
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster import tiers
 from cluster.config import TandemConfig, engine_config
 from cluster.control import ControlSettings
 from cluster.dispatch import Limits
@@ -51,6 +52,7 @@ def rank_settings(
         engine=engine_config(config, role, model),
         transports=config.transfer.transports,
         checksums=config.transfer.checksums,
+        tiers=tiers.settings_of(pool.tiers, name),
         host=host,
     )
 

@@ -364,10 +364,10 @@ class Tiering:
             self._learn(load)
 
     def _learn(self, load: _Load) -> None:
-        """The time that the load took, put down to its slowest tier."""
+        """The time that the load took, put down to its slowest tier and what came from there."""
         tier = max(load.tiers, key=lambda tier: 1 / self._speed(tier).bytes_per_s)
         took_s = self._clock() - load.started_s - self._speed(tier).setup_s
-        blocks = max(1, load.arrived)
+        blocks = max(1, load.tiers[: load.arrived].count(tier))
         self._rate(tier).observe(blocks * self._block_bytes, max(took_s, 1e-6))
 
     def _rate(self, tier: str) -> CopyRate:

@@ -160,8 +160,10 @@ class TierStore:
             self._disk.touch(key)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Never serve these again."""
+        """Never serve these again, nor to loads that wait for them."""
         for key in keys:
+            for load in self._loads.values():
+                load.failed.update(index for index in range(load.delivered, len(load.keys)) if load.keys[index] == key)
             self._host.forget(key)
             if self._disk is not None:
                 self._disk.forget(key)
@@ -255,10 +257,6 @@ class TierStore:
         if self._disk is not None:
             self._disk.close()
 
-    def flush(self) -> None:
-        """Begin to write to disk what only the host tier holds, as far as the disk takes it now."""
-        self._spill(low=0.0, high=0.0)
-
     def busy(self) -> bool:
         """Whether the disk has anything under way."""
         return self._disk is not None and self._disk.busy
@@ -323,17 +321,16 @@ class TierStore:
     def _buffer(self, number: int) -> memoryview:
         return self._staging[number * self.block_bytes : (number + 1) * self.block_bytes]
 
-    def _spill(self, high: float = HIGH, low: float = LOW) -> None:
+    def _spill(self) -> None:
         """Above the high watermark, write the coldest to disk until, once that is done, the low one is reached."""
         disk, host = self._disk, self._host
-        if disk is None or host.used <= high * host.slots or host.used - len(self._spilling) <= low * host.slots:
+        if disk is None or host.used <= HIGH * host.slots:
             return
         for entry in host.coldest(SPILLED_TOGETHER):
-            if host.used - len(self._spilling) <= low * host.slots or not disk.takes_writes:
+            if host.used - len(self._spilling) <= LOW * host.slots or not disk.takes_writes:
                 return
             if disk.has(entry.key):
-                if high:
-                    host.evict(entry)
+                host.evict(entry)
             else:
                 self._write_behind(disk, entry)
 

@@ -1,0 +1,44 @@
+"""Gives a worker's engine its lower tiers, as its pool's section of the config says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from engine.engine import Engine
+from engine.info import EngineInfo
+from kvtransfer.tiers.store import TierStore
+from kvtransfer.tiers.types import TierSettings
+
+
+def settings_of(settings: TierSettings | None, worker: str) -> TierSettings | None:
+    """Of one worker of the pool: it has a folder of its own, by its name, so that its next incarnation finds it."""
+    if settings is None or settings.disk_path is None:
+        return settings
+    return replace(settings, disk_path=str(Path(settings.disk_path) / worker))
+
+
+def attach(
+    engine: Engine,
+    settings: TierSettings,
+    role: str,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wake: Callable[[], None] = lambda: None,
+) -> TierStore:
+    """The store, for its owner to shut down. `wake` is called on another thread when the engine should be asked
+    again whether it has work.
+
+    A prefill worker's tiered prefixes stay announced, because it loads them for whatever prompt comes. A decode
+    worker's are not: only prompts that it computes itself would find them, a handed-over prompt brings its own KV.
+    """
+    store = TierStore(engine.info.block_bytes, settings, fingerprint=fingerprint(engine.info), clock=clock, wake=wake)
+    engine.attach_tiers(store, announce=role == "prefill")
+    return store
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """What two engines must have in common for one to read what the other left on disk."""
+    return f"{info.model_digest} {info.layout} {info.numerics} {info.hash_root.hex()}"

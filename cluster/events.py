@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from engine.types import EngineLoad, StepTimes, TierLoad
-from tandem.messages import KvEvents, LoadReport, TransferCounters
+from tandem.messages import FetchCounters, KvEvents, LoadReport, TransferCounters
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,9 @@ def _load_report(fields: dict[str, Any]) -> LoadReport:
     times = StepTimes(**load.pop("step_times"))
     tiers = tuple([TierLoad(**tier) for tier in load.pop("tiers")])
     transfers = tuple([TransferCounters(**counters) for counters in fields.pop("transfers")])
-    return LoadReport(load=EngineLoad(step_times=times, tiers=tiers, **load), transfers=transfers, **fields)
+    fetches = tuple([FetchCounters(**counters) for counters in fields.pop("fetches")])
+    load = EngineLoad(step_times=times, tiers=tiers, **load)
+    return LoadReport(load=load, transfers=transfers, fetches=fetches, **fields)
 
 
 _DECODERS: dict[bytes, Callable[[dict[str, Any]], Event]] = {

@@ -89,6 +89,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def DropLease(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 
+    async def FetchPrefix(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
     async def Abort(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 

@@ -9,6 +9,7 @@ and events past tense (`HandedOver`). The life of a request in messages:
     prefill → decode   RenewLease    → LeaseRenewed | Declined
     prefill → decode   Commit        → Committed | Declined                       (idempotent by lease and generation)
     prefill → decode   DropLease     → Dropped
+    any     → any      FetchPrefix   → PrefixComing | Declined                    (KV that somebody has computed before)
     decode  → gateway  Frame         (one per gateway and step, all its new tokens)
     gateway → any      Abort         → Aborted
     any     → router   LoadReport, KvEvents                                       (pushed)
@@ -77,6 +78,16 @@ class WorkerInfo:
     """(scheme, address), best first. Secret: only over the authenticated control plane."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """To whoever computes a prompt: the KV of its first `tokens` is faster had from `source`. What has not come after
+    `patience_s` is computed."""
+
+    source: WorkerRef
+    tokens: int
+    patience_s: float
+
+
 # -- gateway → worker --------------------------------------------------------------------------------------------
 
 
@@ -87,6 +98,7 @@ class Expect:
     request: Request
     gateway_id: str
     prefill: WorkerRef | None
+    fetch: Fetch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,7 @@ class Submit:
 
     request: Request
     decode: WorkerRef
+    fetch: Fetch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,8 @@ class HandoffReport:
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     """From the end of the last prefill step to Commit's answer."""
+    fetched_tokens: int = 0
+    """Of the cached ones: those that came from another worker for this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +254,32 @@ class Dropped:
     lease_id: str
 
 
+# -- any worker → another ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPrefix:
+    """Push me what you hold of these blocks. `keys`: of each block, in order, the key of its last granule; it stands
+    for model, salt and all tokens before. The lease `fetch_id` with a span for each is open for you already."""
+
+    fetch_id: str
+    generation: int
+    keys: tuple[bytes, ...]
+    destination: WorkerRef
+    transports: tuple[tuple[str, bytes], ...]
+    model_digest: str
+    layout: str
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixComing:
+    """The first `num_blocks` of them are on their way, in several pushes."""
+
+    fetch_id: str
+    num_blocks: int
+
+
 # -- worker → gateway --------------------------------------------------------------------------------------------
 
 ENDS_ALL = frozenset({FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR})
@@ -298,6 +339,19 @@ class TransferCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchCounters:
+    """What a worker has fetched from one peer since its start. `seconds`: from question to last block, summed over
+    those `fetches` that brought something; `failed` ones brought less than was wanted, or nothing."""
+
+    source: str
+    fetches: int = 0
+    blocks: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's state, pushed on change and at least once a heartbeat; `number` rises by one."""
 
@@ -311,6 +365,7 @@ class LoadReport:
     kv_events: int = 0
     """The number of the last `KvEvents` before this report: whoever has seen fewer has missed some."""
     transfers: tuple[TransferCounters, ...] = ()
+    fetches: tuple[FetchCounters, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +450,7 @@ Question = (
     | RenewLease
     | Commit
     | DropLease
+    | FetchPrefix
     | ReplayPrefixes
     | SetDraining
     | ResetPrefixCache
@@ -410,6 +466,7 @@ Answer = (
     | LeaseRenewed
     | Committed
     | Dropped
+    | PrefixComing
     | Replaying
     | DrainingSet
     | PrefixCacheReset

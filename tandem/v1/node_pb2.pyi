@@ -108,6 +108,14 @@ class DropLeaseReply(_message.Message):
     declined: Declined
     def __init__(self, dropped: _Optional[_Union[Dropped, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
+class FetchPrefixReply(_message.Message):
+    __slots__ = ("prefix_coming", "declined")
+    PREFIX_COMING_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    prefix_coming: PrefixComing
+    declined: Declined
+    def __init__(self, prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
 class AbortReply(_message.Message):
     __slots__ = ("aborted", "declined")
     ABORTED_FIELD_NUMBER: _ClassVar[int]
@@ -149,7 +157,7 @@ class InjectFaultReply(_message.Message):
     def __init__(self, fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "frame", "load_report", "kv_events", "worker_info")
+    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "fetch_prefix", "prefix_coming", "frame", "load_report", "kv_events", "worker_info")
     ASK_ID_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +185,8 @@ class Envelope(_message.Message):
     FAULT_INJECTED_FIELD_NUMBER: _ClassVar[int]
     REPLAY_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     REPLAYING_FIELD_NUMBER: _ClassVar[int]
+    FETCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_COMING_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -208,11 +218,13 @@ class Envelope(_message.Message):
     fault_injected: FaultInjected
     replay_prefixes: ReplayPrefixes
     replaying: Replaying
+    fetch_prefix: FetchPrefix
+    prefix_coming: PrefixComing
     frame: Frame
     load_report: LoadReport
     kv_events: KvEvents
     worker_info: WorkerInfo
-    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias_ids", "logit_biases", "logprobs", "prompt_logprobs")
@@ -366,15 +378,27 @@ class WorkerInfo(_message.Message):
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
     def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., site: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
 
+class Fetch(_message.Message):
+    __slots__ = ("source", "tokens", "patience_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    source: WorkerRef
+    tokens: int
+    patience_s: float
+    def __init__(self, source: _Optional[_Union[WorkerRef, _Mapping]] = ..., tokens: _Optional[int] = ..., patience_s: _Optional[float] = ...) -> None: ...
+
 class Expect(_message.Message):
-    __slots__ = ("request", "gateway_id", "prefill")
+    __slots__ = ("request", "gateway_id", "prefill", "fetch")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     request: Request
     gateway_id: str
     prefill: WorkerRef
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class Expected(_message.Message):
     __slots__ = ("request_id",)
@@ -383,15 +407,17 @@ class Expected(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "decode")
+    __slots__ = ("request", "decode", "fetch")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     request: Request
     decode: WorkerRef
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
-    __slots__ = ("prefill_cached_tokens", "decode_held_tokens", "computed_tokens", "kv_bytes", "kv_blocks", "transport", "queue_s", "prefill_s", "transfer_s", "exposed_s")
+    __slots__ = ("prefill_cached_tokens", "decode_held_tokens", "computed_tokens", "kv_bytes", "kv_blocks", "transport", "queue_s", "prefill_s", "transfer_s", "exposed_s", "fetched_tokens")
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +428,7 @@ class HandoffReport(_message.Message):
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_cached_tokens: int
     decode_held_tokens: int
     computed_tokens: int
@@ -412,7 +439,8 @@ class HandoffReport(_message.Message):
     prefill_s: float
     transfer_s: float
     exposed_s: float
-    def __init__(self, prefill_cached_tokens: _Optional[int] = ..., decode_held_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, prefill_cached_tokens: _Optional[int] = ..., decode_held_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class HandedOver(_message.Message):
     __slots__ = ("request_id", "report", "prompt_logprobs")
@@ -557,6 +585,34 @@ class Dropped(_message.Message):
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class FetchPrefix(_message.Message):
+    __slots__ = ("fetch_id", "generation", "keys", "destination", "transports", "model_digest", "layout", "patience_s")
+    FETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    fetch_id: str
+    generation: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    destination: WorkerRef
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    model_digest: str
+    layout: str
+    patience_s: float
+    def __init__(self, fetch_id: _Optional[str] = ..., generation: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., patience_s: _Optional[float] = ...) -> None: ...
+
+class PrefixComing(_message.Message):
+    __slots__ = ("fetch_id", "num_blocks")
+    FETCH_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    fetch_id: str
+    num_blocks: int
+    def __init__(self, fetch_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class FramesRequest(_message.Message):
     __slots__ = ("gateway_id",)
@@ -708,8 +764,24 @@ class TransferCounters(_message.Message):
     failed: int
     def __init__(self, scheme: _Optional[str] = ..., pushes: _Optional[int] = ..., push_bytes: _Optional[int] = ..., push_seconds: _Optional[float] = ..., receives: _Optional[int] = ..., receive_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., failed: _Optional[int] = ...) -> None: ...
 
+class FetchCounters(_message.Message):
+    __slots__ = ("source", "fetches", "blocks", "kv_bytes", "seconds", "failed")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    fetches: int
+    blocks: int
+    kv_bytes: int
+    seconds: float
+    failed: int
+    def __init__(self, source: _Optional[str] = ..., fetches: _Optional[int] = ..., blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
+
 class LoadReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers")
+    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers", "fetches")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -719,6 +791,7 @@ class LoadReport(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     number: int
@@ -728,7 +801,8 @@ class LoadReport(_message.Message):
     draining: bool
     kv_events: int
     transfers: _containers.RepeatedCompositeFieldContainer[TransferCounters]
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ...) -> None: ...
+    fetches: _containers.RepeatedCompositeFieldContainer[FetchCounters]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchCounters, _Mapping]]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "stored", "removed", "cleared", "tier")

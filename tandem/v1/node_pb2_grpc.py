@@ -65,6 +65,11 @@ class NodeStub:
                 request_serializer=tandem_dot_v1_dot_node__pb2.DropLease.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_node__pb2.DropLeaseReply.FromString,
                 _registered_method=True)
+        self.FetchPrefix = channel.unary_unary(
+                '/tandem.v1.node.Node/FetchPrefix',
+                request_serializer=tandem_dot_v1_dot_node__pb2.FetchPrefix.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.FetchPrefixReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.node.Node/Abort',
                 request_serializer=tandem_dot_v1_dot_node__pb2.Abort.SerializeToString,
@@ -137,6 +142,12 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropLease(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchPrefix(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +229,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.DropLease,
                     request_deserializer=tandem_dot_v1_dot_node__pb2.DropLease.FromString,
                     response_serializer=tandem_dot_v1_dot_node__pb2.DropLeaseReply.SerializeToString,
+            ),
+            'FetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPrefix,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.FetchPrefix.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.FetchPrefixReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -418,6 +434,33 @@ class Node:
             '/tandem.v1.node.Node/DropLease',
             tandem_dot_v1_dot_node__pb2.DropLease.SerializeToString,
             tandem_dot_v1_dot_node__pb2.DropLeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/FetchPrefix',
+            tandem_dot_v1_dot_node__pb2.FetchPrefix.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.FetchPrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,7 @@ class NodeStub:
     RenewLease: _grpc.UnaryUnaryMultiCallable[_node_pb2.RenewLease, _node_pb2.RenewLeaseReply]
     Commit: _grpc.UnaryUnaryMultiCallable[_node_pb2.Commit, _node_pb2.CommitReply]
     DropLease: _grpc.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]
+    FetchPrefix: _grpc.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]
     Abort: _grpc.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]
     Frames: _grpc.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]
     """The token frames for one gateway, until either end leaves."""
@@ -63,6 +64,7 @@ class NodeAsyncStub(NodeStub):
     RenewLease: _aio.UnaryUnaryMultiCallable[_node_pb2.RenewLease, _node_pb2.RenewLeaseReply]  # type: ignore[assignment]
     Commit: _aio.UnaryUnaryMultiCallable[_node_pb2.Commit, _node_pb2.CommitReply]  # type: ignore[assignment]
     DropLease: _aio.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]  # type: ignore[assignment]
+    FetchPrefix: _aio.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]  # type: ignore[assignment]
     Frames: _aio.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]  # type: ignore[assignment]
     """The token frames for one gateway, until either end leaves."""
@@ -117,6 +119,13 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.DropLease,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.DropLeaseReply, _abc.Awaitable[_node_pb2.DropLeaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def FetchPrefix(
+        self,
+        request: _node_pb2.FetchPrefix,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.FetchPrefixReply, _abc.Awaitable[_node_pb2.FetchPrefixReply]]: ...
 
     @_abc_1.abstractmethod
     def Abort(

@@ -8,12 +8,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cpu_runner import CpuRunner
+from engine.cuda_graphs import DecodeGraphs, decode_graphs_for
 from engine.errors import ConfigError
 from engine.info import ModelFacts
 from engine.kernels.cpu.build import Unavailable
 from engine.kv import KVLayout, KVPool
 from engine.loaders import Checkpoint, decoder_of, open_checkpoint
 from engine.model_config import ModelConfig
+from engine.models import Decoder
 from engine.runner import ModelRunner
 
 _log = logging.getLogger(__name__)
@@ -70,4 +72,13 @@ def _runner(config: EngineConfig, checkpoint: Checkpoint, pool: KVPool) -> Model
             torch.set_num_threads(1)
             return runner
     decoder = decoder_of(checkpoint, dtype=config.dtype, device=config.device, packed=config.packed)
-    return ModelRunner(decoder, pool)
+    return ModelRunner(decoder, pool, _graphs(config, decoder, pool))
+
+
+def _graphs(config: EngineConfig, decoder: Decoder, pool: KVPool) -> DecodeGraphs | None:
+    if not config.cuda_graphs:
+        return None
+    length = decoder.config.context_length
+    fitting = pool.layout.num_blocks * pool.layout.block_size
+    longest = min(config.max_model_len or length, length, fitting)
+    return decode_graphs_for(decoder, pool, max_batch=config.max_num_seqs, max_context=longest)

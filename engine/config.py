@@ -29,6 +29,8 @@ class EngineConfig:
     where that is a matter of speed only, which is bfloat16 on a CPU."""
     kernels: str = "auto"
     """`auto`: on a CPU the compiled step where it can be had, for bfloat16 or packed weights. `torch`: never."""
+    cuda_graphs: bool = True
+    """Replay steps of single tokens as captured graphs. Of no effect on a CPU."""
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int = 1 << 30

@@ -9,32 +9,27 @@ SmolLM2's logits by half a unit from one batch shape to another, twice what the 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.attention import Attention
+from engine.kernels.pointwise import Pointwise, TorchPointwise
 from engine.linear import product
 from engine.model_config import ModelConfig
-from engine.rope import Rotary, rotate
+from engine.rope import Rotary
 from engine.weights import Layer, Norm, Weights, tensors
 
 
-class Attention(Protocol):
-    """Attention over the sequences of one step: writes a layer's new keys and values, then attends."""
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        """`q` (tokens, heads, head_dim), `k` and `v` (tokens, kv_heads, head_dim) → (tokens, heads, head_dim)."""
-
-
 class Decoder:
-    """A decoder-only transformer over given weights. Stateless between calls: KV lives in the pool."""
+    """A decoder-only transformer over given weights. Stateless between calls: KV lives in the pool.
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    `pointwise` computes what lies between the products; None: torch does.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, pointwise: Pointwise | None = None) -> None:
         self.config = config
         self.weights = weights
+        self._pointwise = pointwise or TorchPointwise()
         self._rotary = Rotary(config, self.device)
 
     @property
@@ -58,33 +53,35 @@ class Decoder:
         """
         cos, sin = self._rotary.angles(positions, lengths)
         x = F.embedding(token_ids, self.weights.embedding).to(torch.float32)  # a fresh tensor: added to in place
+        delta = None
         for index, layer in enumerate(self.weights.layers):
-            x += self._attention(index, layer, x, cos, sin, attend)
-            x += self._mlp(layer, x)
-        return x
+            normed = self._add_norm(x, delta, layer.input_norm)
+            delta = self._attention(index, layer, normed, cos, sin, attend)
+            normed = self._add_norm(x, delta, layer.post_norm)
+            delta = product(self._pointwise.gated(product(normed, layer.gate_up)), layer.down)
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits (rows, vocab_size) of hidden states (rows, hidden_size)."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.lm_head).to(torch.float32)
 
     def _attention(
-        self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attention
+        self, index: int, layer: Layer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attention
     ) -> torch.Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = product(self._norm(x, layer.input_norm), layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
+        qkv = product(normed, layer.qkv).view(-1, heads + 2 * kv_heads, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(qkv[:, :heads], layer.q_norm), self._norm(qkv[:, heads:-kv_heads], layer.k_norm)
             qk = torch.cat((q, k), dim=1)
         else:
             qk = qkv[:, :-kv_heads]
-        q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
+        q, k = torch.split(self._pointwise.rotate(qk, cos, sin), [heads, kv_heads], dim=1)
         mixed = attend(index, q, k, qkv[:, -kv_heads:], config.windows[index])
         return product(mixed.reshape(-1, heads * config.head_dim), layer.output)
 
-    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = product(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return product(F.silu(gate).mul_(up), layer.down)
+    def _add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        return self._pointwise.add_norm(x, delta, norm.weight, self.config.norm_eps, self.dtype)
 
     def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.to(torch.float32)

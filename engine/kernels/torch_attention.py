@@ -36,7 +36,7 @@ class TorchAttention:
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """As `engine.models.Attention`; q, k and v in the compute dtype."""
+        """As `engine.kernels.attention.Attention`; q, k and v in the compute dtype."""
         self._writer.write(layer, k, v)
         if len(self._groups) == 1 and not self._chunks:
             return self._groups[0].attend(layer, q, window, self._scale)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.errors import ModelError
+from engine.kernels import pointwise_for
 from engine.linear import four_bit
 from engine.loaders.gguf import GgufSource
 from engine.loaders.hf import HfSource
@@ -101,7 +102,7 @@ def decoder_of(
         weights = with_four_bit(
             weights, lambda names: four_bit([checkpoint.read_kept(name) for name in names], _DTYPES[dtype])
         )
-    return Decoder(checkpoint.config, weights)
+    return Decoder(checkpoint.config, weights, pointwise_for(weights.embedding.device))
 
 
 def load_model(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:

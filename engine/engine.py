@@ -376,6 +376,10 @@ class Engine:
         """The next drain tells all prefix keys anew, after a `cleared`; returns how many there are."""
         return self._pool.retell_changes()
 
+    def tier_decisions(self) -> tuple[str, ...]:
+        """The last choices between loading a prefix from a lower tier and computing it, in words."""
+        return tuple(self._tiers.decisions) if self._tiers is not None else ()
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; running requests are unharmed. The number of blocks forgotten."""
         self._stuck = False

@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from engine.types import EngineLoad, StepTimes, TierLoad
-from tandem.messages import FetchCounters, KvEvents, LoadReport, TransferCounters
+from tandem.messages import FetchCounters, KvEvents, LoadReport, MigrationCounters, TransferCounters
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ def _load_report(fields: dict[str, Any]) -> LoadReport:
     transfers = tuple([TransferCounters(**counters) for counters in fields.pop("transfers")])
     fetches = tuple([FetchCounters(**counters) for counters in fields.pop("fetches")])
     load = EngineLoad(step_times=times, tiers=tiers, **load)
-    return LoadReport(load=load, transfers=transfers, fetches=fetches, **fields)
+    migrations = MigrationCounters(**fields.pop("migrations"))
+    return LoadReport(load=load, transfers=transfers, fetches=fetches, migrations=migrations, **fields)
 
 
 _DECODERS: dict[bytes, Callable[[dict[str, Any]], Event]] = {

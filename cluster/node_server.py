@@ -95,6 +95,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Abort(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 
+    async def Migrate(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
+    async def AskMove(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
+    async def Follow(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
     async def ReplayPrefixes(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 

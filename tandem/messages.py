@@ -11,6 +11,9 @@ and events past tense (`HandedOver`). The life of a request in messages:
     prefill → decode   DropLease     → Dropped
     any     → any      FetchPrefix   → PrefixComing | Declined                    (KV that somebody has computed before)
     decode  → gateway  Frame         (one per gateway and step, all its new tokens)
+    router  → decode   Migrate       → Migrated | Declined                        (answered when the request has moved)
+    decode  → decode   AskMove       → LeaseGranted | Declined                    (then RenewLease, Commit, DropLease)
+    gateway → decode   Follow        → Followed | Declined                        (a request that has moved there)
     gateway → any      Abort         → Aborted
     any     → router   LoadReport, KvEvents                                       (pushed)
     router  → any      ReplayPrefixes → Replaying                                 (when some were missed)
@@ -221,7 +224,7 @@ class Commit:
     """All spans are pushed; here is the first token. Accepted only when every receive of the lease is complete.
 
     `candidates`: one first token for each sequence; of beams the likeliest ones with their log-probabilities, from
-    which `beam_width` go on.
+    which `beam_width` go on; of a request that moves all tokens generated so far, the last of which has no KV yet.
     """
 
     request_id: str
@@ -280,6 +283,67 @@ class PrefixComing:
     num_blocks: int
 
 
+# -- a running request moves from one decode worker to another ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """To the worker that runs it: move this request to `to`, and say how that went. Until it has moved, and whenever
+    it cannot, it runs on where it is."""
+
+    request_id: str
+    to: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationReport:
+    """`pause_s`: from the end of its last step at the source to Commit's answer; `copy_s`: from the lease to the pause.
+    Blocks that the destination held already are in neither count."""
+
+    stages: int = 0
+    kv_blocks: int = 0
+    kv_bytes: int = 0
+    tail_blocks: int = 0
+    """Of `kv_blocks`, those that were sent during the pause."""
+    transport: str = ""
+    copy_s: float = 0.0
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    request_id: str
+    report: MigrationReport
+
+
+@dataclass(frozen=True, slots=True)
+class AskMove:
+    """Room for this running request, please, whose KV `source` will push while it goes on decoding. `generated`: the
+    token ids so far. The lease is for these and `spare_blocks` more, for those still to come."""
+
+    request: Request
+    gateway_id: str
+    source: WorkerRef
+    transports: tuple[tuple[str, bytes], ...]
+    model_digest: str
+    layout: str
+    generated: tuple[int, ...]
+    spare_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """The source's last delta said that this request has moved to you: tell me from here on. Until it is asked this,
+    the destination tells nobody, so that at no time two workers do."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    request_id: str
+
+
 # -- worker → gateway --------------------------------------------------------------------------------------------
 
 ENDS_ALL = frozenset({FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR})
@@ -303,6 +367,8 @@ class Delta:
     """Which sequence; after beam search or `best_of` its rank."""
     score: float | None = None
     """Of beam search and `best_of`, which tell a sequence only once it has ended."""
+    moved: WorkerRef | None = None
+    """The last delta of this worker: the request goes on over there, once it is asked to (`Follow`)."""
 
     @property
     def ends_request(self) -> bool:
@@ -352,6 +418,17 @@ class FetchCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationCounters:
+    """Running requests that this worker has moved elsewhere since its start, or failed to; seconds are summed over
+    those that moved."""
+
+    moved: int = 0
+    failed: int = 0
+    kv_bytes: int = 0
+    pause_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's state, pushed on change and at least once a heartbeat; `number` rises by one."""
 
@@ -366,6 +443,7 @@ class LoadReport:
     """The number of the last `KvEvents` before this report: whoever has seen fewer has missed some."""
     transfers: tuple[TransferCounters, ...] = ()
     fetches: tuple[FetchCounters, ...] = ()
+    migrations: MigrationCounters = MigrationCounters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +479,8 @@ class Replaying:
 
 @dataclass(frozen=True, slots=True)
 class SetDraining:
-    """Take no new requests (or take them again); what runs is finished."""
+    """Take no new requests (or take them again). What runs moves to other workers if they have room (the router sees to
+    that), and is finished here if not."""
 
     draining: bool
 
@@ -451,6 +530,9 @@ Question = (
     | Commit
     | DropLease
     | FetchPrefix
+    | Migrate
+    | AskMove
+    | Follow
     | ReplayPrefixes
     | SetDraining
     | ResetPrefixCache
@@ -467,6 +549,8 @@ Answer = (
     | Committed
     | Dropped
     | PrefixComing
+    | Migrated
+    | Followed
     | Replaying
     | DrainingSet
     | PrefixCacheReset

@@ -124,6 +124,30 @@ class AbortReply(_message.Message):
     declined: Declined
     def __init__(self, aborted: _Optional[_Union[Aborted, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
+class MigrateReply(_message.Message):
+    __slots__ = ("migrated", "declined")
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    migrated: Migrated
+    declined: Declined
+    def __init__(self, migrated: _Optional[_Union[Migrated, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class AskMoveReply(_message.Message):
+    __slots__ = ("lease_granted", "declined")
+    LEASE_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    lease_granted: LeaseGranted
+    declined: Declined
+    def __init__(self, lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class FollowReply(_message.Message):
+    __slots__ = ("followed", "declined")
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    followed: Followed
+    declined: Declined
+    def __init__(self, followed: _Optional[_Union[Followed, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
 class ReplayPrefixesReply(_message.Message):
     __slots__ = ("replaying", "declined")
     REPLAYING_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +181,7 @@ class InjectFaultReply(_message.Message):
     def __init__(self, fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "fetch_prefix", "prefix_coming", "frame", "load_report", "kv_events", "worker_info")
+    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "fetch_prefix", "prefix_coming", "frame", "load_report", "kv_events", "worker_info", "migrate", "ask_move", "follow", "migrated", "followed")
     ASK_ID_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +215,11 @@ class Envelope(_message.Message):
     LOAD_REPORT_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_INFO_FIELD_NUMBER: _ClassVar[int]
+    MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    ASK_MOVE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     ask_id: int
     to: WorkerRef
     gateway_id: str
@@ -224,7 +253,12 @@ class Envelope(_message.Message):
     load_report: LoadReport
     kv_events: KvEvents
     worker_info: WorkerInfo
-    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+    migrate: Migrate
+    ask_move: AskMove
+    follow: Follow
+    migrated: Migrated
+    followed: Followed
+    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., ask_move: _Optional[_Union[AskMove, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., migrated: _Optional[_Union[Migrated, _Mapping]] = ..., followed: _Optional[_Union[Followed, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias_ids", "logit_biases", "logprobs", "prompt_logprobs")
@@ -614,6 +648,72 @@ class PrefixComing(_message.Message):
     num_blocks: int
     def __init__(self, fetch_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class Migrate(_message.Message):
+    __slots__ = ("request_id", "to")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    to: WorkerRef
+    def __init__(self, request_id: _Optional[str] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class MigrationReport(_message.Message):
+    __slots__ = ("stages", "kv_blocks", "kv_bytes", "tail_blocks", "transport", "copy_s", "pause_s")
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    stages: int
+    kv_blocks: int
+    kv_bytes: int
+    tail_blocks: int
+    transport: str
+    copy_s: float
+    pause_s: float
+    def __init__(self, stages: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., tail_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., copy_s: _Optional[float] = ..., pause_s: _Optional[float] = ...) -> None: ...
+
+class Migrated(_message.Message):
+    __slots__ = ("request_id", "report")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    report: MigrationReport
+    def __init__(self, request_id: _Optional[str] = ..., report: _Optional[_Union[MigrationReport, _Mapping]] = ...) -> None: ...
+
+class AskMove(_message.Message):
+    __slots__ = ("request", "gateway_id", "source", "transports", "model_digest", "layout", "generated", "spare_blocks")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    SPARE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request: Request
+    gateway_id: str
+    source: WorkerRef
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    model_digest: str
+    layout: str
+    generated: _containers.RepeatedScalarFieldContainer[int]
+    spare_blocks: int
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., generated: _Optional[_Iterable[int]] = ..., spare_blocks: _Optional[int] = ...) -> None: ...
+
+class Follow(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Followed(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
 class FramesRequest(_message.Message):
     __slots__ = ("gateway_id",)
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -621,7 +721,7 @@ class FramesRequest(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "index", "score")
+    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "index", "score", "moved")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -631,6 +731,7 @@ class Delta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seq: int
     tokens: Tokens
@@ -640,7 +741,8 @@ class Delta(_message.Message):
     prompt_logprobs: Tokens
     index: int
     score: float
-    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+    moved: WorkerRef
+    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ..., moved: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "deltas")
@@ -780,8 +882,20 @@ class FetchCounters(_message.Message):
     failed: int
     def __init__(self, source: _Optional[str] = ..., fetches: _Optional[int] = ..., blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
 
+class MigrationCounters(_message.Message):
+    __slots__ = ("moved", "failed", "kv_bytes", "pause_seconds")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    moved: int
+    failed: int
+    kv_bytes: int
+    pause_seconds: float
+    def __init__(self, moved: _Optional[int] = ..., failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+
 class LoadReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers", "fetches")
+    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers", "fetches", "migrations")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -792,6 +906,7 @@ class LoadReport(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     number: int
@@ -802,7 +917,8 @@ class LoadReport(_message.Message):
     kv_events: int
     transfers: _containers.RepeatedCompositeFieldContainer[TransferCounters]
     fetches: _containers.RepeatedCompositeFieldContainer[FetchCounters]
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchCounters, _Mapping]]] = ...) -> None: ...
+    migrations: MigrationCounters
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchCounters, _Mapping]]] = ..., migrations: _Optional[_Union[MigrationCounters, _Mapping]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "stored", "removed", "cleared", "tier")

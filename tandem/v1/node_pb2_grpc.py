@@ -75,6 +75,21 @@ class NodeStub:
                 request_serializer=tandem_dot_v1_dot_node__pb2.Abort.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_node__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/tandem.v1.node.Node/Migrate',
+                request_serializer=tandem_dot_v1_dot_node__pb2.Migrate.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.MigrateReply.FromString,
+                _registered_method=True)
+        self.AskMove = channel.unary_unary(
+                '/tandem.v1.node.Node/AskMove',
+                request_serializer=tandem_dot_v1_dot_node__pb2.AskMove.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.AskMoveReply.FromString,
+                _registered_method=True)
+        self.Follow = channel.unary_unary(
+                '/tandem.v1.node.Node/Follow',
+                request_serializer=tandem_dot_v1_dot_node__pb2.Follow.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.FollowReply.FromString,
+                _registered_method=True)
         self.Frames = channel.unary_stream(
                 '/tandem.v1.node.Node/Frames',
                 request_serializer=tandem_dot_v1_dot_node__pb2.FramesRequest.SerializeToString,
@@ -154,6 +169,24 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Migrate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AskMove(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +272,21 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=tandem_dot_v1_dot_node__pb2.Abort.FromString,
                     response_serializer=tandem_dot_v1_dot_node__pb2.AbortReply.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.Migrate.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.MigrateReply.SerializeToString,
+            ),
+            'AskMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskMove,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.AskMove.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.AskMoveReply.SerializeToString,
+            ),
+            'Follow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.Follow.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.FollowReply.SerializeToString,
             ),
             'Frames': grpc.unary_stream_rpc_method_handler(
                     servicer.Frames,
@@ -488,6 +536,87 @@ class Node:
             '/tandem.v1.node.Node/Abort',
             tandem_dot_v1_dot_node__pb2.Abort.SerializeToString,
             tandem_dot_v1_dot_node__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/Migrate',
+            tandem_dot_v1_dot_node__pb2.Migrate.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.MigrateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/AskMove',
+            tandem_dot_v1_dot_node__pb2.AskMove.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.AskMoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/Follow',
+            tandem_dot_v1_dot_node__pb2.Follow.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.FollowReply.FromString,
             options,
             channel_credentials,
             insecure,

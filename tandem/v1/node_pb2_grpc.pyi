@@ -44,6 +44,9 @@ class NodeStub:
     DropLease: _grpc.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]
     FetchPrefix: _grpc.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]
     Abort: _grpc.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]
+    Migrate: _grpc.UnaryUnaryMultiCallable[_node_pb2.Migrate, _node_pb2.MigrateReply]
+    AskMove: _grpc.UnaryUnaryMultiCallable[_node_pb2.AskMove, _node_pb2.AskMoveReply]
+    Follow: _grpc.UnaryUnaryMultiCallable[_node_pb2.Follow, _node_pb2.FollowReply]
     Frames: _grpc.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]
     """The token frames for one gateway, until either end leaves."""
     ReplayPrefixes: _grpc.UnaryUnaryMultiCallable[_node_pb2.ReplayPrefixes, _node_pb2.ReplayPrefixesReply]
@@ -66,6 +69,9 @@ class NodeAsyncStub(NodeStub):
     DropLease: _aio.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]  # type: ignore[assignment]
     FetchPrefix: _aio.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]  # type: ignore[assignment]
+    Migrate: _aio.UnaryUnaryMultiCallable[_node_pb2.Migrate, _node_pb2.MigrateReply]  # type: ignore[assignment]
+    AskMove: _aio.UnaryUnaryMultiCallable[_node_pb2.AskMove, _node_pb2.AskMoveReply]  # type: ignore[assignment]
+    Follow: _aio.UnaryUnaryMultiCallable[_node_pb2.Follow, _node_pb2.FollowReply]  # type: ignore[assignment]
     Frames: _aio.UnaryStreamMultiCallable[_node_pb2.FramesRequest, _node_pb2.Frame]  # type: ignore[assignment]
     """The token frames for one gateway, until either end leaves."""
     ReplayPrefixes: _aio.UnaryUnaryMultiCallable[_node_pb2.ReplayPrefixes, _node_pb2.ReplayPrefixesReply]  # type: ignore[assignment]
@@ -133,6 +139,27 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.Abort,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.AbortReply, _abc.Awaitable[_node_pb2.AbortReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Migrate(
+        self,
+        request: _node_pb2.Migrate,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.MigrateReply, _abc.Awaitable[_node_pb2.MigrateReply]]: ...
+
+    @_abc_1.abstractmethod
+    def AskMove(
+        self,
+        request: _node_pb2.AskMove,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.AskMoveReply, _abc.Awaitable[_node_pb2.AskMoveReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _node_pb2.Follow,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.FollowReply, _abc.Awaitable[_node_pb2.FollowReply]]: ...
 
     @_abc_1.abstractmethod
     def Frames(

@@ -26,6 +26,7 @@ from torch import Tensor
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
+from engine.fetching import PrefixRoom
 from engine.hashing import PrefixHasher, hash_root
 from engine.info import EngineInfo, ModelFacts
 from engine.lengths import LengthWatch
@@ -258,6 +259,39 @@ class Engine:
     def unretain(self, block_ids: Iterable[int]) -> None:
         self._roster.unretain(block_ids)
         self._stuck = False
+
+    # -- prefixes that others have computed ------------------------------------------------------------------------
+
+    def fetch(self, request_id: str, tokens: int) -> PrefixRoom | None:
+        """Blocks to be filled with the KV that this engine lacks of a queued prompt's first `tokens`; None when there
+        is nothing to fetch, or no room.
+
+        The prompt waits until `fetch_over`: there is no deadline here. Its end ends the fetch too.
+        """
+        seq = self._roster.by_id.get(request_id)
+        return self._roster.fetch(seq, tokens) if seq is not None else None
+
+    def fetched(self, request_id: str, blocks: int) -> bool:
+        """The first `blocks` of the room are complete and verified: from now on anybody finds them. False: nobody
+        waits for them any more."""
+        self._stuck = False
+        return self._roster.fetching.arrived(request_id, blocks)
+
+    def fetch_over(self, request_id: str) -> None:
+        """Nothing more comes: what is missing is computed. Ignored when the fetch has ended."""
+        self._stuck = False
+        self._roster.fetching.end(request_id)
+
+    def fetching(self, request_id: str) -> bool:
+        """Whether the prompt waits for its fetch."""
+        return request_id in self._roster.fetching
+
+    def retain_prefix(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """The blocks of the leading keys (of each block's last granule) that the pool holds, with a reference for a
+        transfer: `unretain` them."""
+        blocks = tuple(self._pool.match(keys))
+        self._roster.retain(blocks)
+        return blocks
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

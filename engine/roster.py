@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from engine.blocks import BlockPool
 from engine.family import Family
+from engine.fetching import Fetching, PrefixRoom, missing
 from engine.hashing import GRANULE, PrefixHasher
 from engine.sequence import Sequence, State
 from engine.swap import SwapSlots
@@ -49,6 +50,8 @@ class Roster:
         self.prompt_tokens = 0
         self.tiering: Tiering | None = None
         """Lower tiers, if there are any."""
+        self.fetching = Fetching(pool)
+        """Prefixes that come from other workers."""
         self._hasher = hasher
         self._number = 0
         self._leases = 0
@@ -77,13 +80,32 @@ class Roster:
         return True
 
     def fetches(self, seq: Sequence, times: StepTimes, now: float) -> bool:
-        """Whether a waiting sequence that could be admitted waits for blocks from a lower tier instead."""
-        if self.tiering is None or seq.wants_prompt_logprobs:
+        """Whether a waiting sequence that could be admitted waits for blocks that another's fetch is about to bring, or
+        for some from a lower tier, instead."""
+        if seq.wants_prompt_logprobs:
             return False
         length = len(seq.tokens) - 1
+        if self.fetching and self._is_brought(seq, length):
+            return True
+        if self.tiering is None:
+            return False
         if not self._has_room(seq, self._match(seq, length), self._headroom(seq)):
             return False
         return self.tiering.fetches(seq, self._block_granules(seq, length), times, now)
+
+    def fetch(self, seq: Sequence, tokens: int) -> PrefixRoom | None:
+        """Waiting → loading, with blocks for what the pool lacks of the prompt's first `tokens`; None when it lacks
+        nothing, when another's fetch brings it already, or when it or the first in the queue would lack room."""
+        if seq.state is not State.WAITING or seq.preemptions or seq.wants_prompt_logprobs:
+            return None
+        found, wanted = missing(self.pool, self._block_granules(seq, min(tokens, len(seq.tokens) - 1)))
+        first = next(iter(self.swapped or self.waiting), seq)
+        promised = self._blocks_for(first) if first is not seq else 0
+        if not wanted or self.fetching.brings(wanted[0][-1]):
+            return None
+        if not self._has_room(seq, found, self._headroom(seq) + promised):
+            return None
+        return self.fetching.begin(seq, found, wanted)
 
     def lease(self, request: Request, now: float) -> Sequence | None:
         """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now.
@@ -225,8 +247,8 @@ class Roster:
         """Out of any state. Full blocks stay behind as prefix cache, unless their content is `spoilt`."""
         if spoilt:
             self.pool.forget(seq.blocks)
-        if seq.state is State.LOADING and self.tiering is not None:
-            self.tiering.cancel(seq)
+        if seq.state is State.LOADING:
+            self._stop_loading(seq)
         if seq.state is State.WAITING:
             self._leave(self.waiting, seq)
         elif seq.state is State.RUNNING:
@@ -239,6 +261,11 @@ class Roster:
         self.slots.give_back(seq.slots)
         seq.state = State.ENDED
         self._forget(seq)
+
+    def _stop_loading(self, seq: Sequence) -> None:
+        if self.tiering is not None and seq.name not in self.fetching:
+            self.tiering.cancel(seq)
+        self.fetching.end(seq.name)
 
     # -- references of transfers ---------------------------------------------------------------------------------
 
@@ -283,11 +310,13 @@ class Roster:
         to come."""
         if self.tiering is not None:
             self.tiering.clear()
+        self.fetching.clear()
         return self.pool.reset_cache()
 
     def check(self) -> None:
         """Every list, state and reference agrees; raises AssertionError with the story."""
-        owners = Counter(self._retained)
+        self.fetching.check()
+        owners = Counter(self._retained) + self.fetching.owners()
         if self.tiering is not None:
             self.tiering.check()
             owners.update(self.tiering.owners())
@@ -354,6 +383,11 @@ class Roster:
         seq.set_blocks(hits + fresh)
         seq.published = len(hits)
         return True
+
+    def _is_brought(self, seq: Sequence, length: int) -> bool:
+        keys = self.block_keys(seq, length)
+        found = len(self.pool.match(keys))
+        return found < len(keys) and self.fetching.brings(keys[found])
 
     def _publish(self, seq: Sequence) -> None:
         full = seq.computed // self.block_size

@@ -363,3 +363,32 @@ async def test_times_between_tokens_are_counted_by_token() -> None:
         outcome = flight.ended(now=14.0)
         assert outcome.itl_s == (0.0, 1.0, 1.0, 1.0)
         assert (outcome.itl_quantile(0.0), outcome.itl_quantile(1.0)) == (0.0, 1.0)
+
+
+async def test_times_between_tokens_are_those_of_each_sequence() -> None:
+    async with bench() as made:
+        flight = await _flight(made, n=2)
+        flight.saw(Delta("r0", 0, (Token(1),)), now=10.0)
+        flight.saw(Delta("r0", 0, (Token(2),), index=1), now=10.5)
+        flight.saw(Delta("r0", 1, (Token(3),), FinishReason.STOP), now=12.0)
+        assert not flight.over
+        flight.saw(Delta("r0", 1, (Token(4),), FinishReason.LENGTH, index=1), now=13.0)
+        outcome = flight.ended(now=14.0)
+        assert (outcome.code, outcome.finish, outcome.completion_tokens) == (None, FinishReason.STOP, 4)
+        assert outcome.itl_s == (2.0, 2.5)
+
+
+async def test_a_lost_worker_before_any_sequences_first_token_costs_another_attempt_and_no_double_text() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.silent = True
+        flight = await _flight(made, n=3)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: "r0" in made.workers.running)
+        made.workers.running.pop("r0").cancel()
+        made.workers.silent = False
+        made.hub.lost("decode-0", "1", "killed")
+        deltas = await running
+        for index in range(3):
+            assert _ids([delta for delta in deltas if delta.index == index]) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-1", 2)

@@ -90,3 +90,49 @@ async def test_an_id_has_one_stream() -> None:
     hub.expect("a", DECODE)
     with pytest.raises(ValueError, match="already"):
         hub.expect("a", DECODE)
+
+
+def _of(index: int, seq: int, *token_ids: int, finish: FinishReason | None = None) -> Delta:
+    return Delta("a", seq, tuple(map(Token, token_ids)), finish, index=index)
+
+
+async def test_several_sequences_are_counted_each_and_the_stream_ends_with_the_last() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE, 2)
+    hub.deliver(_frame(_of(0, 0, 1), _of(1, 0, 5)))
+    hub.deliver(_frame(_of(0, 0, 1, 2, finish=FinishReason.STOP), _of(1, 1, 6)))
+    hub.deliver(_frame(_of(0, 2, 3), _of(1, 2, 7, finish=FinishReason.LENGTH), _of(1, 3, 8)))
+    told = await _all(stream)
+    assert [(delta.index, [token.token_id for token in delta.tokens]) for delta in told] == [
+        (0, [1]),
+        (1, [5]),
+        (0, [2]),
+        (1, [6]),
+        (1, [7]),
+    ]
+
+
+@pytest.mark.parametrize("finish", [FinishReason.DEADLINE, FinishReason.ABORT, FinishReason.ERROR])
+async def test_what_is_no_end_of_a_sequence_ends_all_of_them_even_after_its_own(finish: FinishReason) -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE, 2)
+    hub.deliver(_frame(_of(0, 0, 1, finish=FinishReason.STOP), _of(0, 1, finish=finish), _of(1, 0, 5)))
+    assert [delta.finish for delta in await _all(stream)] == [FinishReason.STOP, finish]
+
+
+async def test_a_hole_in_one_sequence_ends_the_stream() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE, 2)
+    hub.deliver(_frame(_of(0, 0, 1), _of(1, 2, 5)))
+    *_, last = await _all(stream)
+    assert last.error is not None
+    assert last.error.code is Code.UNAVAILABLE
+
+
+async def test_a_skipped_sequence_says_nothing_more_and_is_not_waited_for() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE, 2)
+    hub.deliver(_frame(_of(0, 0, 1), _of(1, 0, 5)))
+    stream.skip(0)
+    hub.deliver(_frame(_of(0, 1, 2), _of(1, 1, 6, finish=FinishReason.LENGTH)))
+    assert [delta.index for delta in await _all(stream)] == [1, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.admission import Claim, Room, Wish, claim_key, decide, growth_blocks, still_claimed
+from decode_node.admission import Claim, Room, Wish, claim_key, decide, growth_blocks, growth_of_several, still_claimed
 
 SMALL = Wish("small", arrival_s=5.0, blocks=2, growth_blocks=0)
 BIG = Wish("big", arrival_s=1.0, blocks=8, growth_blocks=0)
@@ -54,3 +54,18 @@ def test_the_attempts_of_a_request_share_one_claim(attempt: str, key: str) -> No
 @pytest.mark.parametrize(("context", "left", "blocks"), [(16, 0, 0), (16, 1, 1), (15, 1, 0), (16, 999, 4), (30, -3, 0)])
 def test_growth_is_forecast_to_the_horizon_or_the_end(context: int, left: int, blocks: int) -> None:
     assert growth_blocks(context, left, horizon_tokens=64, block_size=16) == blocks
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "blocks"),
+    [
+        (32, (0, 0, 0), 3 * 4),
+        (40, (0, 0, 0), 3 * 4 + 2),  # two copies of the block that holds the prompt's end
+        (40, (1, 1, 1), 3 * 4 + 2),
+        (40, (9, 9), 2 * 4),  # they have parted
+        (40, (100, 0), 0 + 4),  # one is at its end
+        (40, (), 0),
+    ],
+)
+def test_several_sequences_each_grow_and_part_with_a_copy(prompt: int, generated: tuple[int, ...], blocks: int) -> None:
+    assert growth_of_several(prompt, generated, 100, horizon_tokens=64, block_size=16) == blocks

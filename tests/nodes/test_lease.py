@@ -103,6 +103,22 @@ def test_a_commit_that_does_not_belong_here_is_declined_with_both_values(
         assert intake.stage is stage
 
 
+@pytest.mark.parametrize(
+    ("beams", "candidates", "accepted"),
+    [(False, 3, False), (False, 4, True), (False, 5, False), (True, 3, False), (True, 4, True), (True, 8, True)],
+)
+def test_a_commit_brings_a_first_token_for_each_sequence(beams: bool, candidates: int, accepted: bool) -> None:
+    commit = replace(COMMIT, candidates=tuple(Token(i, -0.5) for i in range(candidates)))
+    intake, effects = play(replace(FRESH, sequences=4, beams=beams), OPENED, ALL, d.CommitArrived(commit, 9))
+    assert (intake.stage is Stage.RUNNING) is accepted
+    if accepted:
+        assert effects[0] == d.Adopt(commit.candidates, 16)
+    else:
+        [answer] = answers(effects)
+        assert isinstance(answer, Declined)
+        assert answer.message == f"first tokens is {candidates} at prefill but 4 at decode"
+
+
 def test_a_commit_without_a_lease_is_stale() -> None:
     [answer] = answers(play(FRESH, ARRIVED)[1])
     assert isinstance(answer, Declined)

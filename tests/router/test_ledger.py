@@ -34,6 +34,16 @@ def test_a_placement_counts_at_once_on_both_workers() -> None:
     ledger.check()
 
 
+def test_each_sequence_of_a_request_counts_until_it_is_over() -> None:
+    ledger = ledger_with("r1")
+    ledger.place("r2", [decode_claim(siblings=3), prefill_claim()], 0.0)
+    assert (ledger.promised("d").requests, ledger.promised("d").sequences) == (2, 5)
+    ledger.check()
+    ledger.finished("r2")
+    assert ledger.promised("d").sequences == 1
+    ledger.check()
+
+
 def test_a_report_that_lists_the_request_takes_it_out_of_the_unseen_but_not_of_the_promised() -> None:
     ledger = ledger_with("r1", "r2")
     ledger.reported("d", ["r1"], decode=True, now=1.0)

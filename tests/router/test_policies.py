@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.policies import POLICIES
+from cluster.policies import POLICIES, estimates
 from cluster.router import place
 from cluster.snapshot import (
     AT_RISK,
@@ -315,3 +315,16 @@ def test_a_burst_on_stale_reports_spreads_over_all_workers() -> None:
         counts[decision.prefill.name].update(requests=1, tokens=160)
         counts[decision.decode.name].update(requests=1, blocks=11, context=160)
     assert {seen["requests"] for seen in counts.values()} == {10}
+
+
+def test_a_request_of_several_sequences_weighs_as_much_as_they_do() -> None:
+    """Forty free blocks hold the prompt and one answer of 256 tokens, but not four of them."""
+    full = worker("decode-0", load_live_blocks=960)
+    snapshot = world(worker("prefill-0"), full, worker("decode-1", promised=Tally(30, 0, 900, 4800)))
+    one, four = request(max_tokens=500), request(max_tokens=500, sequences=4)
+    assert (one.expected_tokens, four.expected_tokens) == (160 + 256, 160 + 4 * 256)
+    assert estimates.lacks_room(four, full, snapshot)
+    assert not estimates.lacks_room(one, full, snapshot)
+    times = full.load.step_times
+    assert estimates.joined_itl_s(four, full) == times.decode_s(full.batch + 4, full.context_tokens + 4 * 160)
+    assert placed(four, snapshot).decode.name == "decode-1"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels import decode_attention_for
+from engine.kernels import MakeDecodeAttention, decode_attention_for
 from engine.kernels.batch import AttentionBatch, batch_of
 from engine.kernels.decode_batch import DecodeBatch
 from engine.kv import KVPool
@@ -125,15 +125,27 @@ def _pad(values: NDArray[np.int64]) -> None:
 
 
 class DecodeGraphs:
-    """The graphs of one model over one pool, for batches of up to `max_batch` and contexts of up to `max_context`."""
+    """The graphs of one model over one pool, for batches of up to `max_batch` and contexts of up to `max_context`.
 
-    def __init__(self, model: Decoder, pool: KVPool, *, max_batch: int, max_context: int, capture: Capture) -> None:
+    `make_attention` None: the device's own.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        *,
+        max_batch: int,
+        max_context: int,
+        capture: Capture,
+        make_attention: MakeDecodeAttention | None = None,
+    ) -> None:
         self._model, self._pool, self._capture = model, pool, capture
         self._max_batch, self._max_context = max_batch, max_context
         self._sizes = padded_sizes(max_batch)
         width = -(-max_context // pool.layout.block_size)
         self._inputs = StaticInputs(self._sizes[-1], width, pool.layout.block_size, pool.device)
-        self._make_attention = decode_attention_for(pool.device)
+        self._make_attention = make_attention or decode_attention_for(pool.device)
         self._replays: dict[int, Step] = {}
 
     @property

@@ -1,17 +1,20 @@
 """Moves blocks between the KV pool and swap space in host memory.
 
 The memory is bounded and becomes resident only as it is used; beside a GPU it is pinned, so that copies run at the
-link's speed.
+link's speed. Pinned pages are resident from the start, so they are allocated in pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from engine.kv import KVLayout, KVPool
 from engine.swap import Pairs
+
+_PINNED_TOGETHER_BYTES = 32 << 20
 
 
 class HostSwap:
@@ -21,13 +24,12 @@ class HostSwap:
         layout = pool.layout
         self.slots = size // layout.block_bytes
         self._pool = pool
-        self._host = _host_memory(layout, self.slots, pinned=pool.device.type == "cuda") if self.slots else None
+        self._host = _memory_for(pool, self.slots)
 
     def out(self, pairs: Pairs) -> None:
         """Pool to swap space: (block, slot)."""
-        host = self._memory()
         for block, slot in pairs:
-            host[slot].copy_(self._pool.tensor[block], non_blocking=True)
+            self._host.slot(slot).copy_(self._pool.tensor[block], non_blocking=True)
         self._settle()
 
     def copy(self, pairs: Pairs) -> None:
@@ -38,15 +40,9 @@ class HostSwap:
 
     def back(self, pairs: Pairs) -> None:
         """Swap space to pool: (block, slot)."""
-        host = self._memory()
         for block, slot in pairs:
-            self._pool.tensor[block].copy_(host[slot], non_blocking=True)
+            self._pool.tensor[block].copy_(self._host.slot(slot), non_blocking=True)
         self._settle()
-
-    def _memory(self) -> torch.Tensor:
-        if self._host is None:
-            raise ValueError("there is no swap space")
-        return self._host
 
     def _settle(self) -> None:
         if self._pool.device.type == "cuda":
@@ -74,9 +70,34 @@ class DeviceBytes:
         return self._pool.tensor[block].reshape(-1).view(torch.uint8)
 
 
-def _host_memory(layout: KVLayout, slots: int, *, pinned: bool) -> torch.Tensor:
-    """(slots, kv_heads, layers, 2, block_size, head_dim) in the pool's dtype."""
-    shape = (slots, *layout.shape[1:])
-    if pinned:
-        return torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
-    return KVPool(replace(layout, num_blocks=slots)).tensor
+class SwapMemory:
+    """Host memory for `slots` blocks, allocated `together` slots at a time, when the first of them is used.
+
+    `allocate(n)` returns (n, kv_heads, layers, 2, block_size, head_dim) in the pool's dtype.
+    """
+
+    def __init__(self, slots: int, together: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._slots, self._together, self._allocate = slots, together, allocate
+        self._segments: dict[int, torch.Tensor] = {}
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """(kv_heads, layers, 2, block_size, head_dim). Raises ValueError for a slot that is not there."""
+        if not 0 <= slot < self._slots:
+            raise ValueError(f"there is no swap slot {slot}; {self._slots} fit into the swap space")
+        segment, place = divmod(slot, self._together)
+        if segment not in self._segments:
+            left = self._slots - segment * self._together
+            self._segments[segment] = self._allocate(min(self._together, left))
+        return self._segments[segment][place]
+
+
+def _memory_for(pool: KVPool, slots: int) -> SwapMemory:
+    layout = pool.layout
+    if pool.device.type != "cuda":  # one mapping: the operating system makes its pages resident one by one
+        return SwapMemory(slots, max(1, slots), lambda count: KVPool(replace(layout, num_blocks=count)).tensor)
+    together = max(1, _PINNED_TOGETHER_BYTES // layout.block_bytes)
+    return SwapMemory(slots, together, lambda count: _pinned(layout, count))
+
+
+def _pinned(layout: KVLayout, blocks: int) -> torch.Tensor:
+    return torch.empty((blocks, *layout.shape[1:]), dtype=layout.torch_dtype, pin_memory=True)

@@ -1,11 +1,15 @@
 """What the profiles trade: tokens per second against the tails of TTFT and of the time between tokens.
 
-    python -m bench.profiles [--model NAME_OR_PATH] [--requests 32] [--rate 2.0] [--picture profiles.png]
+    python -m bench.profiles [--model NAME_OR_PATH] [--requests 32] [--rate 2.0] [--burst 128] [--picture profiles.png]
 
-One workload for all: prompts of mixed length arrive at random times, answers have the lengths of the Azure conversation
-trace, cut at `--longest`. Each step's duration is measured and moves its engine's own clock, so that an idle engine
-costs no waiting and the two engines of `disaggregated` run side by side, as two processes would, with half of the
-threads each; the hand-over's copy counts for the decode side. The picture needs matplotlib. The last line is JSON.
+Two workloads, the same for all profiles. Tokens per second come from a burst that is there at once and keeps all seats
+taken; the tails from prompts of mixed length that arrive at random times, at a rate that every profile can serve (what
+comes out per second is then what comes in). Answers have the lengths of the Azure conversation trace, cut. The profiles
+take turns, so that a machine that slows down slows all.
+
+Each step's duration is measured and moves its engine's own clock, so that an idle engine costs no waiting and the two
+engines of `disaggregated` run side by side, as two processes would, with half of the threads each; the hand-over's copy
+counts for the decode side. The picture needs matplotlib. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +32,8 @@ from engine.profiles import PROFILES, profiled
 from engine.types import Request, SamplingParams, StepResult, Token
 
 PROMPTS = (32, 64, 128, 256, 900)
+TURN_S = 0.25
+BURST_PROMPTS, BURST_LONGEST = (16, 32, 64), 64
 
 
 @dataclass
@@ -58,56 +64,65 @@ class Seen:
     def figures(self) -> dict[str, float]:
         ttft = [times[0] - self.arrived[name] for name, times in self.tokens.items()]
         gaps = [later - earlier for times in self.tokens.values() for earlier, later in pairwise(times)]
-        span = max(times[-1] for times in self.tokens.values()) - min(self.arrived.values())
         return {
-            "tokens_per_s": sum(map(len, self.tokens.values())) / span,
             "ttft_p50_s": statistics.median(ttft),
             "ttft_p99_s": p99(ttft),
             "itl_p50_s": statistics.median(gaps),
             "itl_p99_s": p99(gaps),
         }
 
+    @property
+    def tokens_per_s(self) -> float:
+        span = max(times[-1] for times in self.tokens.values()) - min(self.arrived.values())
+        return sum(map(len, self.tokens.values())) / span
+
 
 def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
-def workload(args: argparse.Namespace) -> list[tuple[float, Request]]:
+Work = list[tuple[float, Request]]
+Server = Callable[[Work, Seen], Iterator[float]]
+
+
+def workload(count: int, gap_s: float, prompts: tuple[int, ...], longest: int) -> Work:
+    """`count` requests, `gap_s` apart on average."""
     chance, now, out = random.Random(1), 0.0, []
-    for i, length in enumerate(output_lengths(args.requests, seed=1)):
-        now += chance.expovariate(args.rate)
-        prompt = tuple(chance.randrange(100, 40_000) for _ in range(chance.choice(PROMPTS)))
-        sampling = SamplingParams(max_tokens=max(2, min(length, args.longest)), temperature=0.0, ignore_eos=True)
+    for i, length in enumerate(output_lengths(count, seed=1)):
+        now += gap_s and chance.expovariate(1 / gap_s)
+        prompt = tuple(chance.randrange(100, 40_000) for _ in range(chance.choice(prompts)))
+        sampling = SamplingParams(max_tokens=max(2, min(length, longest)), temperature=0.0, ignore_eos=True)
         out.append((now, Request(request_id=f"r{i}", token_ids=prompt, sampling=sampling)))
     return out
 
 
 def opened(config: Callable[..., EngineConfig], args: argparse.Namespace, threads: int) -> Lane:
-    blocks = args.requests * (-(-(max(PROMPTS) + args.longest) // 16) + 2)
+    most = [(args.requests, PROMPTS, args.longest), (args.burst, BURST_PROMPTS, BURST_LONGEST)]
+    blocks = max(count * (-(-(max(prompts) + longest) // 16) + 2) for count, prompts, longest in most)
     lane = Lane(
         Engine.open(config(model=str(models.resolve(args.model)), dtype=args.dtype, num_blocks=blocks, threads=threads))
     )
-    lane.engine.submit(Request(request_id="warm-up", token_ids=tuple(range(100, 164))))
+    lane.engine.submit(Request(request_id="warm-up", token_ids=tuple(range(100, 1124))))
     while lane.engine.has_work():
         lane.engine.step(time.monotonic())
     return lane
 
 
-def together(lane: Lane, work: list[tuple[float, Request]]) -> Seen:
-    """One engine does all."""
-    seen, queue = Seen({request.request_id: at for at, request in work}), list(work)
+def together(lane: Lane, work: Work, seen: Seen) -> Iterator[float]:
+    """One engine does all; yields its clock after each step."""
+    queue, lane.now = list(work), 0.0
     while queue or lane.engine.has_work():
         if not lane.engine.has_work():
             lane.now = max(lane.now, queue[0][0])
         while queue and queue[0][0] <= lane.now:
             lane.engine.submit(queue.pop(0)[1])
         seen.note(lane.step(), lane.now)
-    return seen
+        yield lane.now
 
 
-def apart(prefill: Lane, decode: Lane, work: list[tuple[float, Request]]) -> Seen:
-    """Prompts on one engine, the rest on another; whichever clock is behind steps next."""
-    seen, queue = Seen({request.request_id: at for at, request in work}), list(work)
+def apart(prefill: Lane, decode: Lane, work: Work, seen: Seen) -> Iterator[float]:
+    """Prompts on one engine, the rest on another; whichever clock is behind steps next, and is yielded."""
+    queue, prefill.now, decode.now = list(work), 0.0, 0.0
     requests = {request.request_id: request for _, request in work}
     handed: list[tuple[float, str, tuple[Token, ...]]] = []
     while queue or handed or prefill.engine.has_work() or decode.engine.has_work():
@@ -119,6 +134,7 @@ def apart(prefill: Lane, decode: Lane, work: list[tuple[float, Request]]) -> See
                 _, name, first = handed.pop(0)
                 _hand_over(prefill, decode, requests[name], first)
             seen.note(decode.step(), decode.now)
+            yield decode.now
             continue
         if not prefill.engine.has_work():
             prefill.now = max(prefill.now, queue[0][0])
@@ -129,7 +145,7 @@ def apart(prefill: Lane, decode: Lane, work: list[tuple[float, Request]]) -> See
         for one in result.progress if result else ():
             if one.tokens:
                 handed.append((prefill.now, one.request_id, one.tokens))
-    return seen
+        yield prefill.now
 
 
 def _hand_over(prefill: Lane, decode: Lane, request: Request, first: tuple[Token, ...]) -> None:
@@ -145,29 +161,48 @@ def _hand_over(prefill: Lane, decode: Lane, request: Request, first: tuple[Token
     decode.now += time.perf_counter() - started_s
 
 
-def measured(name: str, args: argparse.Namespace) -> dict[str, float]:
-    work = workload(args)
+def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """By profile."""
+    servers = {name: server(name, args) for name in PROFILES}
+    burst = served(servers, workload(args.burst, 0.0, BURST_PROMPTS, BURST_LONGEST))
+    steady = served(servers, workload(args.requests, 1 / args.rate, PROMPTS, args.longest))
+    return {name: {"tokens_per_s": burst[name].tokens_per_s, **steady[name].figures()} for name in PROFILES}
+
+
+def served(servers: Mapping[str, Server], work: Work) -> dict[str, Seen]:
+    """The work by every server, in turns of `TURN_S` of their own time: what slows the machine slows all alike."""
+    seen = {name: Seen({request.request_id: at for at, request in work}) for name in servers}
+    going, end_s = [serve(work, seen[name]) for name, serve in servers.items()], TURN_S
+    while going:
+        going = [clocks for clocks in going if any(now >= end_s for now in clocks)]
+        end_s += TURN_S
+    return seen
+
+
+def server(name: str, args: argparse.Namespace) -> Server:
     if name != "disaggregated":
-        return together(opened(lambda **given: profiled(name, **given), args, args.threads), work).figures()
+        lane = opened(lambda **given: profiled(name, **given), args, args.threads)
+        return lambda work, seen: together(lane, work, seen)
     threads = max(1, args.threads // 2)
-    lanes = [
+    prefill, decode = (
         opened(lambda role=role, **given: profiled(name, role=role, **given), args, threads)
         for role in ("prefill", "decode")
-    ]
-    return apart(lanes[0], lanes[1], work).figures()
+    )
+    return lambda work, seen: apart(prefill, decode, work, seen)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=models.DEFAULT)
     parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--burst", type=int, default=128, help="requests that are there at once")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second")
     parser.add_argument("--longest", type=int, default=160, help="output tokens at most")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--picture", type=Path, help="write a scatter of the trade here")
     args = parser.parse_args()
-    figures = {name: measured(name, args) for name in PROFILES}
+    figures = measured(args)
     print(f"{'profile':>14}  tokens/s  TTFT p50 / p99 s   ITL p50 / p99 ms")
     for name, one in figures.items():
         print(
@@ -176,24 +211,44 @@ def main() -> None:
         )
     if args.picture:
         draw(figures, args.picture)
-    print(json.dumps({name: {key: round(value, 4) for key, value in one.items()} for name, one in figures.items()}))
+    line = {
+        "bench": "profiles",
+        "ratios": {name: round(value, 4) for name, value in ratios(figures).items()},
+        "figures": {name: {key: round(value, 4) for key, value in one.items()} for name, one in figures.items()},
+    }
+    print(json.dumps(line))
+
+
+def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Each profile over `balanced`: tokens per second, more is better, and both tails, less is better."""
+    base = figures["balanced"]
+    return {
+        f"{name}_{word}": one[key] / base[key]
+        for name, one in figures.items()
+        for word, key in (("throughput", "tokens_per_s"), ("ttft_p99", "ttft_p99_s"), ("itl_p99", "itl_p99_s"))
+        if one is not base
+    }
 
 
 def draw(figures: dict[str, dict[str, float]], path: Path) -> None:
-    """Throughput against each tail: better is up and to the left."""
+    """Throughput against each tail: better is up and to the left. Names stand in a legend: points may lie close."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, (key, label) in zip(axes, (("ttft_p99_s", "P99 TTFT, s"), ("itl_p99_s", "P99 ITL, s")), strict=True):
-        for name, one in figures.items():
-            axis.scatter(one[key], one["tokens_per_s"])
-            axis.annotate(name, (one[key], one["tokens_per_s"]), textcoords="offset points", xytext=(6, 4))
-        axis.set_xlabel(label)
-        axis.margins(0.2)
-    axes[0].set_ylabel("tokens/s")
+    tails = (("ttft_p99_s", 1, "P99 TTFT, s"), ("itl_p99_s", 1e3, "P99 ITL, ms"))
+    for axis, (key, scale, label) in zip(axes, tails, strict=True):
+        for (name, one), marker in zip(figures.items(), "osD^", strict=True):
+            axis.scatter(one[key] * scale, one["tokens_per_s"], marker=marker, s=70, label=name)
+        axis.set_xlabel(f"{label} (steady arrivals)")
+        axis.set_xlim(left=0)
+        axis.margins(0.15)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("tokens/s (burst)")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(figures), frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -25,6 +25,7 @@ from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.gateway_host import Addresses, GatewayHost, RouterAway
 from cluster.outcome import Outcome
 from cluster.router_host import RouterHost, Whereabouts
+from cluster.router_watch import MOST_MISSED, RouterWatch
 from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.supervisor import Fenced
 from cluster.wiring import LOOPBACK, model_source
@@ -89,12 +90,11 @@ class RouterActor:
     async def status(self) -> ClusterStatus:
         return self.host.status()
 
+    async def whereabouts(self) -> Whereabouts:
+        return Whereabouts(self._node_id, processes.this_process())
+
     def _kill(self, where: Whereabouts) -> None:
-        """SIGKILL works on a stopped process too, which Ray's own way of killing an actor would have to ask."""
-        if where.node_id == self._node_id:
-            processes.kill_family(where.process)
-        else:
-            _kill_there.options(scheduling_strategy=_on(where.node_id)).remote(where.process)
+        _kill(where, self._node_id)
 
 
 class WorkerActor:
@@ -134,11 +134,28 @@ class GatewayActor:
         self._grace_s = config.timeouts.drain_s
         self.host = GatewayHost(config, secret, RayRouter(), model, api_key=api_key)
         self._addresses = await self.host.start()
+        self._watching = asyncio.get_running_loop().create_task(self._watch_router(config.timeouts.fence_s))
+
+    async def _watch_router(self, fence_s: float) -> None:
+        """Ends a router that hangs; Ray starts the next one."""
+        watch, router, node_id = RouterWatch(), RayRouter(), ray.get_runtime_context().get_node_id()
+        while True:
+            try:
+                watch.heard(await asyncio.wait_for(router.whereabouts(), fence_s / MOST_MISSED))
+            except RouterAway:
+                watch.away()
+            except TimeoutError:
+                hung = watch.missed()
+                if hung is not None:
+                    log.error("the router has not answered for %g s; its process %s is killed", fence_s, hung.process)
+                    _kill(hung, node_id)
+            await asyncio.sleep(fence_s / MOST_MISSED)
 
     async def addresses(self) -> Addresses:
         return self._addresses
 
     async def stop(self, grace_s: float | None = None) -> None:
+        self._watching.cancel()
         await self.host.stop(self._grace_s if grace_s is None else grace_s)
 
 
@@ -220,6 +237,10 @@ class RayRouter:
     async def status(self) -> ClusterStatus:
         status: ClusterStatus = await self._ask("status")
         return status
+
+    async def whereabouts(self) -> Whereabouts:
+        where: Whereabouts = await self._ask("whereabouts")
+        return where
 
     async def _ask(self, method: str, *args: object) -> Any:
         try:
@@ -333,6 +354,14 @@ def _actor(kind: type, name: str, **options: object) -> Any:
 
 def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _kill(where: Whereabouts, here: str) -> None:
+    """SIGKILL works on a stopped process too, which Ray's own way of killing an actor would have to ask."""
+    if where.node_id == here:
+        processes.kill_family(where.process)
+    else:
+        _kill_there.options(scheduling_strategy=_on(where.node_id)).remote(where.process)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

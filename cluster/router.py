@@ -163,10 +163,6 @@ class RouterState:
         """This worker is being started: if it does not join in time, `tick` says what to do."""
         self.membership.expect(name, now)
 
-    def start_failed(self, name: str, why: str, now: float) -> None:
-        """Its process ended before it registered."""
-        self.membership.exited(name, "", why, now)
-
     def remove(self, name: str) -> None:
         """Taken out of the cluster on purpose."""
         self.membership.forget(name)

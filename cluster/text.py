@@ -67,10 +67,6 @@ class Text:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     # -- to ids ----------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -14,6 +14,15 @@ from kvtransfer.types import PeerId
 SCHEMES = ("inproc", "shm", "ucx", "tcp")
 """All there are, the fastest first where it can be used at all."""
 
+_UCXX_NEEDED = (
+    ("UCXAddress", "tobytes"),
+    ("UCXAddress", "create_from_buffer"),
+    ("UCXWorker", "create_endpoint_from_worker_address"),
+    ("UCXWorker", "init_blocking_progress_mode"),
+    ("UCXWorker", "arm"),
+)
+"""Of what `kvtransfer.ucx` calls, that which not every version of ucxx has: it imports, and fails when it is used."""
+
 
 def ucx_available() -> tuple[bool, str]:
     """Whether `ucx` can be used in this process, and which version or why not."""
@@ -21,6 +30,9 @@ def ucx_available() -> tuple[bool, str]:
         import kvtransfer.ucx as module
     except Exception as error:  # a broken UCX library fails in many ways, all of which mean "not here"
         return False, f"{type(error).__name__}: {error}; install ucxx-cu12 or ucxx-cu13, or use the transport tcp"
+    absent = [f"{name}.{part}" for name, part in _UCXX_NEEDED if not hasattr(getattr(module.ucx, name, None), part)]
+    if absent:
+        return False, f"this ucxx is too old, it lacks {', '.join(absent)}; upgrade it, or use the transport tcp"
     return True, f"UCX {module.version()}"
 
 

@@ -89,11 +89,16 @@ def _done_within(future, deadline_s: float) -> bool:
     return True
 
 
-def test_a_killed_router_comes_back_and_knows_its_workers_again(two_decode: Cluster) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_router_that_dies_or_hangs_comes_back_and_knows_its_workers_again(
+    two_decode: Cluster, number: signal.Signals
+) -> None:
     two_decode.until_all_alive()
     incarnations = {worker["name"]: worker["incarnation"] for worker in two_decode.status()["workers"]}
-    os.kill(two_decode.actor("RouterActor"), signal.SIGKILL)
+    router = two_decode.actor("RouterActor")
+    os.kill(router, number)
     two_decode.until("the same workers again", lambda status: _same(status, incarnations), timeout_s=30)
+    assert two_decode.actor("RouterActor") != router
     with two_decode.client() as client:
         ask_capital(client)
 

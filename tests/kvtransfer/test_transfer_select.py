@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer import select
 from kvtransfer.errors import TransferError
 from kvtransfer.handshake import UNIX, WiredAddress, new_token
 from kvtransfer.memory import SharedMemory
@@ -41,6 +42,16 @@ def test_shm_is_chosen_only_between_processes_of_one_host_and_user():
     assert choose(["shm", "tcp"], {"shm": b"nonsense", "tcp": b""}) == "tcp"
     with pytest.raises(TransferError, match="shm on another host"):
         choose(["shm"], {"shm": elsewhere})
+
+
+@pytest.mark.skipif(not ucx_available()[0], reason="no ucxx here")
+def test_a_ucxx_that_imports_but_lacks_a_call_that_is_needed_counts_as_absent(monkeypatch):
+    monkeypatch.setattr(select, "_UCXX_NEEDED", (("UCXAddress", "tobytes"), ("UCXAddress", "read_minds")))
+    usable, why = ucx_available()
+    assert not usable
+    assert "lacks UCXAddress.read_minds" in why
+    with pytest.raises(TransferError, match="read_minds"):
+        make_transport("ucx", "decode-0#1", memoryview(SharedMemory(4_096)))
 
 
 def test_no_common_scheme_names_both_sides():

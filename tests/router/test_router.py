@@ -266,7 +266,7 @@ def test_a_worker_that_keeps_failing_to_start_is_given_up(router: RouterState) -
     router.expect("decode-2", 0.0)
     decisions = []
     for now in (1.0, 10.0, 20.0):
-        router.start_failed("decode-2", "exit code 1", now)
+        router.membership.exited("decode-2", "", "exit code 1", now)
         keep_alive(router, ["prefill-0", "prefill-1", "decode-0", "decode-1"], int(now) + 2, now)
         decisions += router.tick(now)
         keep_alive(router, ["prefill-0", "prefill-1", "decode-0", "decode-1"], int(now) + 3, now + 5)

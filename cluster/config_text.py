@@ -539,7 +539,7 @@ def _profiled(pools: PoolsSection, walk: _Walk) -> PoolsSection:
         named = pool if f"{path}.profile" in walk.lines else replace(pool, profile=pools.profile)
         stated = {setting.field for key, setting in _POOL.items() if f"{path}.{key}" in walk.lines}
         made[role] = profiled_pool(named, role, stated)
-    return replace(pools, **made)
+    return replace(pools, prefill=made["prefill"], decode=made["decode"])
 
 
 def _check_engines(config: TandemConfig, walk: _Walk) -> None:

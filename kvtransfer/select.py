@@ -30,7 +30,8 @@ def ucx_available() -> tuple[bool, str]:
         import kvtransfer.ucx as module
     except Exception as error:  # a broken UCX library fails in many ways, all of which mean "not here"
         return False, f"{type(error).__name__}: {error}; install ucxx-cu12 or ucxx-cu13, or use the transport tcp"
-    absent = [f"{name}.{part}" for name, part in _UCXX_NEEDED if not hasattr(getattr(module.ucx, name, None), part)]
+    core = vars(module)["ucx"]  # ucxx is imported there alone
+    absent = [f"{name}.{part}" for name, part in _UCXX_NEEDED if not hasattr(getattr(core, name, None), part)]
     if absent:
         return False, f"this ucxx is too old, it lacks {', '.join(absent)}; upgrade it, or use the transport tcp"
     return True, f"UCX {module.version()}"

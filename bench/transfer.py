@@ -31,7 +31,7 @@ import numpy as np
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.layout import block_spans
-from kvtransfer.memory import SharedMemory
+from kvtransfer.memory import SharedMemory, private_memory
 from kvtransfer.select import make_transport, ucx_available
 from kvtransfer.types import LeaseKey, PushDone, PushFailed, Received, ReceiveFailed, Spans, TransferEvent
 
@@ -101,7 +101,8 @@ class Worker:
 
     def __init__(self, name: str, transport: str) -> None:
         scheme, error_handling = TRANSPORTS[transport]
-        region = memoryview(SharedMemory(POOL_BYTES))
+        # What a worker has: shared where the peer maps it, else its own, as the peers' pools are.
+        region = memoryview(SharedMemory(POOL_BYTES) if scheme == "shm" else private_memory(POOL_BYTES))
         np.frombuffer(region, np.uint8)[:] = len(name)
         self._news = threading.Event()
         made = make_transport(scheme, name, region, ucx_error_handling=error_handling)

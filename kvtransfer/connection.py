@@ -62,7 +62,8 @@ class Connection:
         self._within_host = sock.family == socket.AF_UNIX
         self._descriptors: list[int] = []
         _tune(sock)
-        loop.watch(sock, selectors.EVENT_READ, self._ready)
+        self._watched = selectors.EVENT_READ
+        loop.watch(sock, self._watched, self._ready)
 
     def send(self, frame: bytes, descriptor: int | None = None) -> None:
         """Queue a frame, with a file descriptor where the peer is on this host."""
@@ -193,8 +194,9 @@ class Connection:
         except OSError as error:
             self.close(f"connection lost: {error.strerror or error}")
             return
-        if self._open:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
+        if self._open and events != self._watched:
+            self._watched = events
             self._loop.watch(self._sock, events, self._ready)
 
 

@@ -32,6 +32,7 @@ from kvtransfer.checksum import span_checksums
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
 from kvtransfer.layout import check_spans
+from kvtransfer.rates import PeerRate, Rates
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import (
     LeaseKey,
@@ -140,6 +141,7 @@ class TransferEngine:
         self._events: list[TransferEvent] = []
         self._last_push_id = 0
         self._counts: dict[str, Counter[str]] = {}
+        self._rates = Rates()
         self._transports: dict[str, Transport] = {}
         for inner in transports:
             transport = FaultyTransport(inner, region, self.faults, clock)
@@ -193,6 +195,7 @@ class TransferEngine:
         """Fence an incarnation: its offers are refused from now on, its transfers end as failed, its leases fail."""
         with self._lock:
             self._fenced.add(peer)
+        self._rates.forget(peer)
         self._end_all(peer, f"{peer} was forgotten")
         for transport in self._transports.values():
             transport.forget(peer)
@@ -320,6 +323,10 @@ class TransferEngine:
         """Counters per scheme."""
         return tuple(self._stats_of(scheme, counts) for scheme, counts in self._counts.items())
 
+    def rates(self) -> tuple[PeerRate, ...]:
+        """What each pair achieved as a source, for those that have moved enough to tell."""
+        return self._rates.all()
+
     def check(self) -> None:
         """Raises `AssertionError` with the story when the books do not agree."""
         with self._lock:
@@ -360,6 +367,7 @@ class TransferEngine:
             push.offered = True
             push.attempts += 1
             lane.offered_bytes += push.num_bytes
+            self._rates.offered(peer, push.scheme, self._clock())
             self._transports[push.scheme].offer(push.offer, push.spans)
 
     def _unqueue(self, push: _Push) -> None:
@@ -378,7 +386,9 @@ class TransferEngine:
         push = self._pushes.get(sent.push_id)
         if push is None or not push.offered:
             return
-        lane = self._lanes.get(push.offer.destination)
+        failed, peer = bool(sent.error) or push.reported, push.offer.destination
+        self._rates.ended(peer, push.scheme, push.num_bytes, self._clock(), failed=failed)
+        lane = self._lanes.get(peer)
         if lane is not None:
             lane.offered_bytes -= push.num_bytes
             if sent.unheard and self._offer_again(push, lane):
@@ -529,4 +539,6 @@ class TransferEngine:
             receive_bytes=counts["receive_bytes"],
             in_flight=takes + sum(1 for push in self._pushes.values() if push.scheme == scheme and push.offered),
             failed=counts["failed"],
+            best_bytes_per_s=self._rates.best(scheme),
+            limit_bytes_per_s=self._rates.limit_bytes_per_s,
         )

@@ -22,7 +22,7 @@ MAX_SPANS = 65_536
 MAX_NAME_CHARS = 512
 
 _MAGIC = b"TKVT"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct(">4sBBHQQ")
 HEADER_BYTES = _HEADER.size
 
@@ -32,7 +32,7 @@ class FrameError(Exception):
 
 
 class Kind(enum.IntEnum):
-    """What a frame says. Source to destination: HELLO, OFFER, DATA. Back: CHALLENGE, WELCOME, TAKE, REFUSE, ACK."""
+    """What a frame says. To the destination: HELLO, OFFER, DATA, CONFIRM; the others come back."""
 
     CHALLENGE = 1
     HELLO = 2
@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     REFUSE = 6
     DATA = 7
     ACK = 8
+    CONFIRM = 9
 
 
 _KINDS = {int(kind): kind for kind in Kind}

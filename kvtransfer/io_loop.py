@@ -2,6 +2,9 @@
 
 The thread blocks in the selector and costs nothing while nothing happens. `before_sleep` hooks exist for libraries with
 their own progress (UCX): a hook does its work and says whether the thread may block.
+
+Waking a thread costs more than a short piece of work. So the loop's state belongs to whoever holds its turn: the
+thread, but for the time that it sleeps in the selector, when `call_here` lets the caller do the work itself.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class HasFileno(Protocol):
 
 
 class IoLoop:
-    """A selector on a thread. `call` works from any thread; everything else only on the loop's own."""
+    """A selector on a thread. `call` and `call_here` work from any thread; everything else only within the turn."""
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -41,6 +44,9 @@ class IoLoop:
         self._hooks: list[Callable[[], bool]] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._running = True
+        self._turn = threading.Lock()
+        self._asleep_knows = True
+        """Nothing was added that a sleeping thread has to look at."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -50,9 +56,24 @@ class IoLoop:
     def call(self, function: Callable[[], object]) -> None:
         """Run it soon on the loop's thread."""
         self._calls.append(function)
-        # A full pipe has rung already; a closed one has no thread to wake.
-        with contextlib.suppress(OSError):
-            self._ring.send(b"!")
+        self._wake_thread()
+
+    def call_here(self, function: Callable[[], object]) -> None:
+        """Run it at once on this thread if the loop sleeps and nothing waits, else as `call` does."""
+        if not self._turn.acquire(blocking=False):
+            self.call(function)
+            return
+        try:
+            if self._calls or not self._thread.is_alive():
+                self._calls.append(function)
+                self._asleep_knows = False
+            else:
+                self._guard(function)
+        finally:
+            knows, self._asleep_knows = self._asleep_knows, True
+            self._turn.release()
+        if not knows:
+            self._wake_thread()
 
     def stop(self, last: Callable[[], None]) -> None:
         """Run `last` on the loop, then end its thread and wait for that. Idempotent."""
@@ -85,6 +106,7 @@ class IoLoop:
     def before_sleep(self, hook: Callable[[], bool]) -> None:
         """Before each wait: `hook()` works and returns True if blocking is fine."""
         self._hooks.append(hook)
+        self._asleep_knows = False
 
     def remove_hook(self, hook: Callable[[], bool]) -> None:
         """Undo `before_sleep`."""
@@ -93,18 +115,30 @@ class IoLoop:
     def after(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run it on the loop once `delay_s` has passed."""
         self._timers.append((time.monotonic() + delay_s, function))
+        self._asleep_knows = False
+
+    def _wake_thread(self) -> None:
+        # A full pipe has rung already; a closed one has no thread to wake.
+        with contextlib.suppress(OSError):
+            self._ring.send(b"!")
 
     def _run(self) -> None:
+        self._turn.acquire()
         while self._running:
             may_sleep = [self._guard(hook) for hook in list(self._hooks)]
             timeout_s = self._timeout_s()  # after the hooks, which may set a timer
             if self._calls or False in may_sleep:
                 timeout_s = 0.0
-            for key, events in self._selector.select(timeout_s):
+            self._asleep_knows = True
+            self._turn.release()
+            ready = self._selector.select(timeout_s)
+            self._turn.acquire()
+            for key, events in ready:
                 self._guard(partial(key.data, events))
             while self._calls:
                 self._guard(self._calls.popleft())
             self._run_timers()
+        self._turn.release()
 
     def _run_timers(self) -> None:
         now = time.monotonic()

@@ -43,6 +43,17 @@ class SharedMemory(mmap.mmap):
             os.close(self._descriptor)
 
 
+def private_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone, in huge pages where the kernel gives them; a file's are seldom huge.
+
+    UCX reads it twice as fast as shared memory (CMA, 368 KiB: 12.4 against 5.7 GB/s), but the transport shm cannot.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def descriptor_of(region: memoryview) -> int | None:
     """The descriptor of the shared memory that a view covers as a whole, None when it covers none.
 

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvtransfer.copying import best_copy
 from kvtransfer.errors import TransferError
 from kvtransfer.frames import FrameError, Header, decode_numbers
 from kvtransfer.handshake import UNIX, WiredAddress
@@ -73,14 +75,16 @@ def is_here(address: bytes) -> bool:
 
 @dataclass(slots=True)
 class _Copy:
-    """What is left of one push: source offset, destination offset and length of each run; the last one first."""
+    """What is left of one push: `moves` has rows of source offset, destination offset, bytes (int64)."""
 
     serial: int
-    runs: list[tuple[int, int, int]]
+    moves: NDArray[np.int64]
 
 
 class ShmPayload:
     """The payload road of one link; at the destination it holds the mapping of the source's pool."""
+
+    confirms = False
 
     def __init__(self, loop: IoLoop, road: Road, region: memoryview, descriptor: int) -> None:
         self._loop = loop
@@ -88,6 +92,7 @@ class ShmPayload:
         self._region = region
         self._descriptor = descriptor
         self._copies: deque[_Copy] = deque()
+        self._copy = best_copy()
         self._target = np.frombuffer(region, np.uint8)
         self._mapping: mmap.mmap | None = None
         self._source = np.empty(0, np.uint8)
@@ -125,9 +130,9 @@ class ShmPayload:
         if problem := check_spans(theirs, self._source.nbytes):
             raise FrameError(f"the source offers what it has not: {problem}")
         counts = shared_runs(theirs, spans)
-        reads, writes = group(theirs, counts), group(spans, counts)
-        moves = zip(reads.offsets.tolist(), writes.offsets.tolist(), reads.lengths.tolist(), strict=True)
-        self._copies.append(_Copy(serial, list(moves)[::-1]))
+        self._copies.append(_Copy(serial, _moves(group(theirs, counts), group(spans, counts))))
+        if len(self._copies) == 1:
+            self._progress()
 
     def send(self, serial: int, spans: Spans, wanted: bytes) -> None:
         raise FrameError("TAKE on a link whose destination copies by itself")
@@ -147,8 +152,11 @@ class ShmPayload:
         budget = TURN_BYTES
         while self._copies and budget > 0:
             copy = self._copies[0]
-            budget -= self._turn(copy.runs, budget)
-            if not copy.runs:
+            turn = max(1, int(np.searchsorted(np.cumsum(copy.moves[:, 2]), budget, side="right")))
+            now, copy.moves = copy.moves[:turn], copy.moves[turn:]
+            self._copy(self._target, self._source, now)
+            budget -= int(now[:, 2].sum())
+            if not len(copy.moves):
                 self._copies.popleft()
                 self._finish(copy.serial)
         return not self._copies
@@ -159,15 +167,13 @@ class ShmPayload:
         else:
             self._road.payload_done(serial)
 
-    def _turn(self, moves: list[tuple[int, int, int]], budget: int) -> int:
-        """Copy runs until the budget is used up; the bytes copied."""
-        source, target = self._source, self._target
-        copied = 0
-        while moves and copied < budget:
-            start, place, length = moves.pop()
-            if length > TURN_BYTES:
-                moves.append((start + TURN_BYTES, place + TURN_BYTES, length - TURN_BYTES))
-                length = TURN_BYTES
-            target[place : place + length] = source[start : start + length]
-            copied += length
-        return copied
+
+def _moves(reads: Spans, writes: Spans) -> NDArray[np.int64]:
+    """One row per run; a run longer than a turn as several."""
+    rows = np.stack([reads.offsets, writes.offsets, reads.lengths], axis=1)
+    if int(rows[:, 2].max()) <= TURN_BYTES:
+        return rows
+    pieces = -(-rows[:, 2] // TURN_BYTES)
+    done = TURN_BYTES * np.concatenate([np.arange(count) for count in pieces.tolist()])
+    many = np.repeat(rows, pieces, axis=0)
+    return np.stack([many[:, 0] + done, many[:, 1] + done, np.minimum(many[:, 2] - done, TURN_BYTES)], axis=1)

@@ -21,6 +21,8 @@ def tcp_transport(
 class TcpPayload:
     """DATA frames on the connection; a push's bytes follow its header in the order of its spans."""
 
+    confirms = False
+
     def __init__(self, loop: IoLoop, road: Road, region: memoryview) -> None:
         self._road = road
         self._region = region

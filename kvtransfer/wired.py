@@ -11,7 +11,8 @@ A *link* runs from one source to one destination; a pair that sends both ways ha
                    ◀═════════════════  payload   on the connection (tcp) or beside it (ucx)
         ACK        ─────────────────▶            all in place (or why not)
 
-    (shm has no TAKE: the destination copies from the source's memory, and the source waits for ACK)
+    (where the destination reads the source's memory by itself there is no TAKE, and the source waits for ACK; over
+    UCX it answers by CONFIRM: the memory was the lease's all the time, so what was read counts)
 
 Nothing moves before the destination has said where it belongs, so refused bytes need no draining, a withdrawn offer
 costs nothing, and no peer can make this side buffer what it did not ask for. The price is one round trip per push,
@@ -50,6 +51,9 @@ MAX_STRANGERS = 64
 class Payload(Protocol):
     """The payload road of one link; lives on the I/O thread."""
 
+    confirms: bool
+    """Source: an ACK without a TAKE before it is answered by CONFIRM."""
+
     def blob(self) -> bytes:
         """What the other end needs to know; travels in the handshake."""
         ...
@@ -87,11 +91,14 @@ class Payload(Protocol):
 
 
 class Road(Protocol):
-    """What a link gives its payload: the connection, and where ends are reported (serial, error)."""
+    """What a link gives its payload: the connection, and where ends are reported (serial, error).
+
+    `confirm`, at a destination: it counts only once the source has confirmed that its memory was the lease's.
+    """
 
     connection: Connection
 
-    def payload_done(self, serial: int, error: str = "") -> None: ...
+    def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None: ...
 
 
 class PayloadMaker(Protocol):
@@ -105,6 +112,7 @@ class _Push:
     offer: Offer
     spans: Spans
     using_memory: bool = False
+    taken: bool = False
     answer: str | None = None
 
 
@@ -131,7 +139,7 @@ class _Outgoing:
         if self._ready:
             self._announce(self._last_serial)
 
-    def payload_done(self, serial: int, error: str = "") -> None:
+    def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None:
         push = self._pushes.get(serial)
         if push is not None:
             push.using_memory = False
@@ -171,7 +179,7 @@ class _Outgoing:
             self._transport.loop.call(lambda: self.end(self._cannot_connect(error)))
 
     def _dialled(self, sock: socket.socket) -> None:
-        if self._dialling is None:
+        if self._dialling is None or self._ended:
             return
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -232,13 +240,16 @@ class _Outgoing:
         push = self._pushes.get(serial)
         if push is None or push.using_memory:
             raise FrameError(f"TAKE for push {serial}, which is not waiting for it")
-        push.using_memory = True
+        push.using_memory = push.taken = True
         self._payload.send(serial, push.spans, wanted)
 
     def _answered(self, header: Header, error: str) -> None:
+        assert self._payload is not None
         push = self._pushes.get(header.serial)
         if push is None:
             raise FrameError(f"{header.kind.name} for push {header.serial}, which is not open")
+        if header.kind is Kind.ACK and not error and not push.taken and self._payload.confirms:
+            self.connection.send(frames.encode(Kind.CONFIRM, header.serial, ""))
         push.answer = f"refused: {error}" if header.kind is Kind.REFUSE else error
         self._end_if_done(header.serial, push)
 
@@ -258,6 +269,7 @@ class _Incoming:
         self.peer: PeerId | None = None
         self._transport = transport
         self._takes: dict[int, Offer] = {}
+        self._unconfirmed: set[int] = set()
         self._challenge = handshake.new_nonce()
         self._payload: Payload | None = None
         self._ended = False
@@ -265,9 +277,13 @@ class _Incoming:
         self.connection.send(frames.encode(Kind.CHALLENGE, 0, self._challenge))
         transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
 
-    def payload_done(self, serial: int, error: str = "") -> None:
-        offer = self._takes.pop(serial, None)
-        if offer is not None:
+    def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None:
+        offer = self._takes.get(serial)
+        if offer is not None and confirm and not error:
+            self._unconfirmed.add(serial)
+            self.connection.send(frames.encode(Kind.ACK, serial, ""))
+        elif offer is not None:
+            del self._takes[serial]
             # Known here before the source can know; the owner's thread is woken last, or it would delay the answer.
             self._transport.note(Taken(offer, error))
             self.connection.send(frames.encode(Kind.ACK, serial, error))
@@ -285,6 +301,12 @@ class _Incoming:
         self._takes.clear()
         self._transport.incoming_ended(self, reason)
 
+    def _confirmed(self, serial: int) -> None:
+        if serial not in self._unconfirmed:
+            raise FrameError(f"CONFIRM for push {serial}, which does not wait for it")
+        self._unconfirmed.discard(serial)
+        self._transport.emit(Taken(self._takes.pop(serial)))
+
     def _give_up(self) -> None:
         if self.peer is None:
             self.end("no handshake")
@@ -295,6 +317,8 @@ class _Incoming:
                 self._greeted(*frames.decode_fields(body, bytes, str, str, str, bytes, bytes))
             case Kind.OFFER if self.peer is not None:
                 self._offered(header.serial, *frames.decode_offer(body))
+            case Kind.CONFIRM if self.peer is not None:
+                self._confirmed(header.serial)
             case Kind.DATA if self._payload is not None:
                 self._payload.data(header)
             case _:
@@ -392,7 +416,7 @@ class WiredTransport:
         if self._closed or offer.destination not in self._addresses:
             self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} is not connected"))
             return
-        self.loop.call(lambda: self._offer(offer, Spans.of(spans)))
+        self.loop.call_here(lambda: self._offer(offer, Spans.of(spans)))
 
     def poll(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []

@@ -128,6 +128,7 @@ MISBEHAVIOUR = {
     ),
     "payload that was not taken": frames.data_header(5, 64) + b"x" * 64,
     "a frame of the other direction": frames.encode(Kind.TAKE, 1, b""),
+    "a confirmation that nobody waits for": frames.encode(Kind.CONFIRM, 1, ""),
     "a second greeting": frames.encode(Kind.HELLO, 0, b"", "a", "b", "tcp", b"", b""),
     "an empty offer": frames.encode(Kind.OFFER, 1, "request-1", 1, 1, 0, b"", "prefill-9#1", "decode-0#1", b"", b""),
     "a body of 2 GB": HEADER.pack(b"TKVT", 1, Kind.OFFER, 0, 1, 2 << 30),

@@ -33,11 +33,14 @@ def lease_key(number: int) -> LeaseKey:
     return LeaseKey("request", number)
 
 
-def make_peer(name: str, transport: str, wake: threading.Event) -> tuple[np.ndarray, TransferEngine]:
+def make_peer(
+    name: str, transport: str, wake: threading.Event, host: str = "127.0.0.1"
+) -> tuple[np.ndarray, TransferEngine]:
     region = memoryview(SharedMemory(BLOCK_BYTES * BLOCKS))
     memory = np.frombuffer(region, np.uint8)
     memory[:] = 1
-    made = make_transport(transport.split("-")[0], name, region, ucx_error_handling=transport != "ucx-nofault")
+    scheme, error_handling = transport.split("-")[0], transport != "ucx-nofault"
+    made = make_transport(scheme, name, region, host=host, ucx_error_handling=error_handling)
     return memory, TransferEngine(name, region, [made], wake=wake.set)
 
 

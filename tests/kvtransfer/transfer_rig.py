@@ -14,6 +14,7 @@ from kvtransfer.engine import TransferEngine
 from kvtransfer.inproc import InprocHub
 from kvtransfer.memory import SharedMemory
 from kvtransfer.select import make_transport, ucx_available
+from kvtransfer.transport import Transport
 from kvtransfer.types import LeaseKey, Span, TransferEvent
 
 REGION_BYTES = 1 << 20
@@ -88,6 +89,12 @@ class Rig:
         self.peers[name] = Peer(name, memory, engine)
         return self.peers[name]
 
+    def adopt(self, name: str, memory: np.ndarray, transport: Transport) -> Peer:
+        """One more engine over memory and a transport that the test has made."""
+        engine = TransferEngine(name, memoryview(memory), [transport], wake=self.news.set)
+        peer = self.peers[f"{name} over {transport.address().hex()}"] = Peer(name, memory, engine)
+        return peer
+
     def connect(self, source: Peer, destination: Peer) -> None:
         source.engine.connect(destination.name, *destination.engine.addresses()[0])
 
@@ -97,8 +104,10 @@ class Rig:
         self.connect(source, destination)
         return source, destination
 
-    def until(self, happened: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-        """Poll all peers as their wake says so, until it has happened."""
+    def until(
+        self, happened: Callable[[], object], deadline_s: float = DEADLINE_S, *, alarm_s: float = DEADLINE_S
+    ) -> None:
+        """Poll all peers as their wake says so, and after `alarm_s` without any, until it has happened."""
         end = time.monotonic() + deadline_s
         while True:
             self.news.clear()
@@ -107,7 +116,7 @@ class Rig:
             if happened():
                 return
             left_s = end - time.monotonic()
-            if left_s <= 0 or not self.news.wait(left_s):
+            if left_s <= 0 or not (self.news.wait(min(left_s, alarm_s)) or alarm_s < left_s):
                 story = {name: peer.events[-5:] for name, peer in self.peers.items()}
                 raise AssertionError(f"not within {deadline_s} s; last events: {story}")
 

@@ -1,0 +1,106 @@
+"""How fast each pair really moves bytes, beside what one thread could copy: measured on the traffic itself.
+
+A *busy period* of a peer over a scheme runs from the moment its first push is offered until none is in flight; it is a
+sample if it moved enough for latency not to count and nothing in it failed. So nothing is sent for the measurement's
+sake, no start waits for it, and a new peer is measured with its first hand-over. The first sample of a pair is logged,
+and each that is worse than half of the best so far.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtransfer.copying import best_copy
+from kvtransfer.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_BYTES = 2 * 2**20
+"""Smaller busy periods measure latency."""
+LIMIT_BYTES = 32 * 2**20
+LIMIT_DEADLINE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRate:
+    """What a pair achieved: the last busy period and the best, in bytes per second."""
+
+    peer: PeerId
+    scheme: str
+    last: float
+    best: float
+    samples: int
+
+
+@dataclass(slots=True)
+class _Busy:
+    since_s: float
+    in_flight: int = 0
+    num_bytes: int = 0
+    failed: bool = False
+
+
+class Rates:
+    """One engine's pairs. All calls from the owner's thread; `now` is the engine's clock."""
+
+    def __init__(self) -> None:
+        self.limit_bytes_per_s = copy_limit()
+        """What one thread copies here, from memory to memory."""
+        self._busy: dict[tuple[PeerId, str], _Busy] = {}
+        self._rates: dict[tuple[PeerId, str], PeerRate] = {}
+
+    def offered(self, peer: PeerId, scheme: str, now: float) -> None:
+        self._busy.setdefault((peer, scheme), _Busy(now)).in_flight += 1
+
+    def ended(self, peer: PeerId, scheme: str, num_bytes: int, now: float, *, failed: bool) -> None:
+        """One offered push ended, for better or worse."""
+        busy = self._busy[peer, scheme]
+        busy.in_flight -= 1
+        busy.num_bytes += num_bytes
+        busy.failed |= failed
+        if not busy.in_flight:
+            del self._busy[peer, scheme]
+            if not busy.failed and busy.num_bytes >= SAMPLE_BYTES and now > busy.since_s:
+                self._sample(peer, scheme, busy.num_bytes / (now - busy.since_s))
+
+    def forget(self, peer: PeerId) -> None:
+        """An incarnation that never comes back."""
+        self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] != peer}
+
+    def all(self) -> tuple[PeerRate, ...]:
+        return tuple(self._rates.values())
+
+    def best(self, scheme: str) -> float:
+        """Over all peers; 0 before the first sample."""
+        return max((rate.best for rate in self._rates.values() if rate.scheme == scheme), default=0.0)
+
+    def _sample(self, peer: PeerId, scheme: str, rate: float) -> None:
+        before = self._rates.get((peer, scheme), PeerRate(peer, scheme, 0.0, 0.0, 0))
+        self._rates[peer, scheme] = PeerRate(peer, scheme, rate, max(rate, before.best), before.samples + 1)
+        if not before.samples or rate < before.best / 2 < before.last:
+            told = f"{rate / 1e9:.2f} GB/s; one thread copies {self.limit_bytes_per_s / 1e9:.1f} GB/s here"
+            logger.info("KV to %s over %s: %s (best so far %.2f)", peer, scheme, told, before.best / 1e9)
+
+
+@functools.cache
+def copy_limit() -> float:
+    """Bytes per second of one thread from memory to memory, the best of a few turns within `LIMIT_DEADLINE_S`.
+
+    Measured once per process, in some 50 ms.
+    """
+    source, target = np.ones(LIMIT_BYTES, np.uint8), np.zeros(LIMIT_BYTES, np.uint8)
+    whole = np.array([[0, 0, LIMIT_BYTES]], np.int64)
+    copy, best, end_s = best_copy(), 0.0, time.perf_counter() + LIMIT_DEADLINE_S
+    for _ in range(3):
+        start_s = time.perf_counter()
+        copy(target, source, whole)
+        now_s = time.perf_counter()
+        best = max(best, LIMIT_BYTES / (now_s - start_s))
+        if now_s > end_s:
+            break
+    return best

@@ -1,0 +1,96 @@
+"""Who goes first: peers beside each other, urgent pushes before others, deadlines; over real transports."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from transfer_rig import Clock, Rig, transports
+
+from kvtransfer.faults import Fault
+from kvtransfer.layout import block_spans
+from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received
+
+REGION_BYTES = 16 << 20
+SPAN_BYTES = 4_096
+SPANS = REGION_BYTES // SPAN_BYTES
+BACKLOG = {"shm": 8}
+"""How many times the whole region goes to the greedy peer: enough to take longer than asking for it does."""
+
+
+@pytest.fixture(params=[one for one in transports() if one != "inproc"])
+def wired(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
+    yield rig
+    rig.close()
+
+
+def scattered(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(SPANS), SPANS)
+
+
+def test_a_peer_with_thousands_of_spans_does_not_hold_up_another(wired: Rig) -> None:
+    source = wired.peer("prefill-0#1", region_bytes=REGION_BYTES)
+    greedy, modest = (wired.peer(name, region_bytes=REGION_BYTES) for name in ("decode-0#1", "decode-1#1"))
+    few = LeaseKey("few", 1)
+    for peer in (greedy, modest):
+        wired.connect(source, peer)
+        peer.engine.open(LeaseKey("warm", 1), source.name, block_spans([0], SPAN_BYTES))
+        source.engine.push(LeaseKey("warm", 1), peer.name, 0, block_spans([0], SPAN_BYTES))
+    wired.until(lambda: len(source.saw(PushDone)) == 2)
+
+    reads, writes = block_spans(scattered(1), SPAN_BYTES), block_spans(scattered(2), SPAN_BYTES)
+    modest.engine.open(few, source.name, writes[:4])
+    many = [LeaseKey("many", number) for number in range(BACKLOG.get(wired.scheme, 1))]
+    for key in many:
+        greedy.engine.open(key, source.name, writes)
+    for key in many:
+        for first in range(0, SPANS, 2_048):
+            source.engine.push(key, greedy.name, first, reads[first : first + 2_048])
+    source.engine.push(few, modest.name, 0, reads[:4])
+    wired.until(lambda: source.saw(PushDone, few) and modest.saw(Received, few))
+    ahead = len(source.saw(PushDone)) - 3
+    wired.until(lambda: len(source.saw(PushDone)) - 3 == len(many) * SPANS // 2_048)
+    assert ahead < len(many) * SPANS // 2_048, "the few waited for all of the many"
+    assert modest.bytes_of(writes[:4]) == source.bytes_of(reads[:4])
+    assert greedy.bytes_of(writes) == source.bytes_of(reads)
+
+
+def test_an_urgent_push_overtakes_what_waits_for_the_window(wired: Rig) -> None:
+    source, destination = wired.pair(window_bytes=65_536)
+    spans = block_spans(range(32), 32_768)
+    key, urgent = LeaseKey("patient", 1), LeaseKey("urgent", 1)
+    destination.engine.open(key, source.name, spans[:31])
+    destination.engine.open(urgent, source.name, spans[31:])
+    for index in range(31):
+        source.engine.push(key, destination.name, index, [spans[index]], priority=5)
+    source.engine.push(urgent, destination.name, 0, spans[31:], priority=1)
+    wired.until(lambda: len(source.saw(PushDone)) == 32)
+    wired.until(lambda: len(destination.saw(Received)) == 32)
+    order = [event.key for event in source.events if isinstance(event, PushDone)]
+    assert order.index(urgent) <= 4, "only what was in the window went before it"
+    assert destination.bytes_of(spans) == source.bytes_of(spans)
+
+
+def test_a_push_past_its_deadline_fails_alone_and_its_lease_falls_silent(wired: Rig) -> None:
+    clock = Clock()
+    source, destination = wired.pair(clock=clock)
+    source.engine.faults.add(Fault.DROP, nth=1)
+    spans = block_spans(range(8), 65_536)
+    late, well = LeaseKey("late", 1), LeaseKey("well", 1)
+    destination.engine.open(late, source.name, spans[:4])
+    destination.engine.open(well, source.name, spans[4:])
+    source.engine.push(late, destination.name, 0, spans[:4], deadline_s=2.0)
+    source.engine.push(well, destination.name, 0, spans[4:], deadline_s=2.0)
+    wired.until(lambda: source.saw(PushDone, well) and destination.saw(Received, well))
+    clock.now = 2.0
+    wired.news.set()
+    wired.until(lambda: source.saw(PushFailed, late))
+    assert source.saw(PushFailed)[0].reason == "deadline passed"
+    source.engine.withdraw(late)
+    assert not source.poll(), "what was dropped ends only with its link"
+    source.engine.cut(destination.name)
+    destination.engine.close(late)
+    wired.until(lambda: source.saw(Quiet, late) and destination.saw(Quiet, late))
+    assert source.engine.in_flight() == destination.engine.in_flight() == 0

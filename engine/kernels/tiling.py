@@ -46,7 +46,7 @@ def keys_together(head_dim: int, itemsize: int) -> int:
     return max(_SMALLEST_DOT, min(64, _TILE_BYTES // (padded(head_dim) * itemsize)))
 
 
-def rows_together(longest_chunk: int, group: int, itemsize: int) -> int:
+def rows_together(longest_chunk: int, group: int, head_dim: int, itemsize: int) -> int:
     """Rows (tokens times the query heads of one KV head) of a prompt's tile."""
-    most = 128 if itemsize <= 2 else 64
+    most = 128 if head_dim <= 128 and itemsize <= 2 else 64
     return max(padded(group), min(most, padded(longest_chunk * group)))

@@ -30,6 +30,7 @@ class ChunkAttention:
     def __init__(self, pool: torch.Tensor, batch: AttentionBatch, spans: tuple[Span, ...], scale: float) -> None:
         self._pool, self._spans, self._scale = pool, spans, scale
         self._tables = torch.tensor(batch.tables(spans), dtype=torch.int32, device=pool.device)
+        self._longest = max(span.context for span in spans)
         self._tiles: dict[int, torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, mixed: torch.Tensor, window: int | None) -> None:
@@ -38,7 +39,7 @@ class ChunkAttention:
         pages = self._pool[:, :, layer]
         kv_heads, _, block_size, _ = pages.shape[1:]
         group = heads // kv_heads
-        rows = rows_together(max(span.query for span in self._spans), group, q.element_size())
+        rows = rows_together(max(span.query for span in self._spans), group, head_dim, q.element_size())
         tiles = self._tiles_of(rows // group)
         kernel: Any = _chunk  # its type knows neither grid nor compile-time arguments
         kernel[(kv_heads, len(tiles))](
@@ -50,7 +51,7 @@ class ChunkAttention:
             BLOCK=block_size,
             DIM=head_dim,
             DIM_PADDED=padded(head_dim),
-            WINDOW=window or 0,
+            WINDOW=window if window is not None and window < self._longest else 0,
             num_warps=8 if rows >= 128 else 4,
             num_stages=STAGES,
         )

@@ -24,7 +24,7 @@ TYPES = BF16 | FP32 | WHOLE | {"scale": "fp32", "eps": "fp32"}
 
 SHAPE = {"BLOCK": 16, "DIM": 128, "DIM_PADDED": 128}
 KEYS = keys_together(128, 2)
-ROWS = rows_together(512, 4, 2)
+ROWS = rows_together(512, 4, 128, 2)
 # name: (kernel, compile-time arguments, warps, stages)
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
     "decode": (
@@ -49,6 +49,13 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
         triton_prefill._chunk,
         SHAPE | {"GROUP": 4, "ROWS": ROWS, "KEYS": KEYS, "WINDOW": 0},
         8,
+        triton_prefill.STAGES,
+    ),
+    "prefill of wide heads": (
+        triton_prefill._chunk,
+        {"BLOCK": 16, "DIM": 256, "DIM_PADDED": 256, "GROUP": 8, "KEYS": keys_together(256, 2), "WINDOW": 512}
+        | {"ROWS": rows_together(512, 8, 256, 2)},
+        4,
         triton_prefill.STAGES,
     ),
     "write": (triton_attention._write, SHAPE | {"HEADS": 8, "HEADS_PADDED": 8}, 4, 1),

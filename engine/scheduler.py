@@ -155,9 +155,9 @@ class Scheduler:
             self._give_decodes(draft)
 
     def _open_batch(self) -> None:
-        """All that hold KV here, then the front of the queue."""
+        """Those that hold KV here, then the front of the queue, as many as there are seats."""
         roster = self._roster
-        self._batch = {seq.request_id for seq in (*roster.running, *roster.swapped)}
+        self._batch = {seq.request_id for seq in (*roster.swapped, *roster.running)[: self._config.max_num_seqs]}
         for seq in tuple(roster.waiting):
             if len(roster.running) >= self._config.max_num_seqs or not roster.admit(seq):
                 return
@@ -174,7 +174,8 @@ class Scheduler:
         return not self._static or seq.request_id in self._batch
 
     def _give_decodes(self, draft: _Draft) -> None:
-        for seq in tuple(self._roster.running):
+        # Rows of a static batch that are done keep their seats, but from nobody in it.
+        for seq in sorted(self._roster.running, key=_is_done) if self._static else tuple(self._roster.running):
             if not draft.tokens or not draft.seats:
                 return
             # An earlier one in this loop may have taken its blocks.
@@ -531,6 +532,10 @@ class Scheduler:
         for one in tuple(seq.family.members) if seq.family is not None and withheld else (seq,):
             self._roster.end(one, spoilt=spoilt)
         return progress
+
+
+def _is_done(seq: Sequence) -> bool:
+    return seq.done
 
 
 def _together(seq: Sequence) -> tuple[Sequence, ...]:

@@ -101,6 +101,17 @@ def handed_over(prefill: Engine, decode: Engine, request: Request) -> None:
     prefill.release(request.request_id)
 
 
+def test_handed_over_requests_beyond_the_seats_wait_for_their_batch() -> None:
+    prefill, decode = make_engine(prefix_caching=False), static(prefix_caching=False)
+    for i in range(7):
+        handed_over(prefill, decode, make_request(prompt_of(20, i), f"r{i}", max_tokens=5 + i))
+    story = Story(decode).run()
+    for i in range(7):
+        assert story.tokens(f"r{i}") == expected(prompt_of(20, i), 5 + i)[1:]
+    batches = [{"r0", "r1", "r2"}] * 6 + [{"r3", "r4", "r5"}] * 9 + [{"r6"}] * 10
+    assert [names(plan) for plan in plans(decode)] == batches
+
+
 @pytest.mark.parametrize("blocks", [64, 11])
 def test_whom_another_worker_hands_over_is_in_the_next_batch(blocks: int) -> None:
     prefill, decode = make_engine(prefix_caching=False), static(blocks, prefix_caching=False)

@@ -134,6 +134,15 @@ async def test_a_small_pool_preempts_and_says_the_same(toy: Path, truth: Truth, 
         assert cluster.slots["decode-0"].worker.engine.load(0.0).preemptions > 0, "the several go first"
 
 
+@pytest.mark.parametrize("branching", [Branching(n=12), Branching(n=3, best_of=12), Branching(n=10, beam_width=10)])
+async def test_more_sequences_than_a_step_has_seats_take_turns(toy: Path, truth: Truth, branching: Branching) -> None:
+    reqs = [several(f"r{i}", branching, 40 + i) for i in range(2)]
+    async with running(toy, config()) as cluster:
+        assert cluster.config.pools.decode.max_num_seqs < branching.size
+        for req, (told, _) in zip(reqs, await asyncio.gather(*map(cluster.generate_several, reqs)), strict=True):
+            assert same(answers(told), truth(req))
+
+
 # -- against transformers -------------------------------------------------------------------------------------------
 
 

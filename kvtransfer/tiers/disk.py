@@ -312,6 +312,8 @@ class DiskTier:
                 self._io.submit(job)
 
     def _rest(self) -> None:
+        if self._clock() < self._rest_until_s:
+            return  # Failures that come together are one reason to rest.
         self._rest_until_s = self._clock() + self._rest_s
         self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
 

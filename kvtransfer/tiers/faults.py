@@ -1,5 +1,5 @@
-"""Faults on purpose in the lower tiers: a test asks for the Nth read or write to fail, wait, come out wrong or kill
-the thread that does it. Empty in production.
+"""Faults on purpose in the lower tiers: a test asks for the Nth put, read or write to fail, wait, come out wrong, or
+kill the thread that does it. Empty in production.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class ThreadKilled(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class TierRule:
-    """`fault` hits operations number `first` … `last` of their kind ("read" or "write"), counted from 1."""
+    """`fault` hits operations number `first` … `last` of their kind, counted from 1: "put" into host memory, "read"
+    and "write" of the disk."""
 
     op: str
     fault: TierFault
@@ -42,7 +43,7 @@ class TierFaults:
     """The faults a test wants. Called from the owner's thread and from the I/O thread."""
 
     rules: list[TierRule] = field(default_factory=list)
-    seen: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0})
+    seen: dict[str, int] = field(default_factory=lambda: {"put": 0, "read": 0, "write": 0})
     _cleared: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

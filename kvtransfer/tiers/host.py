@@ -60,6 +60,10 @@ class HostTier:
         """Slots that hold something, forgotten blocks that are still being read included."""
         return self.slots - len(self._free)
 
+    @property
+    def full(self) -> bool:
+        return not self._free
+
     def keys(self) -> tuple[bytes, ...]:
         return tuple(self._entries)
 

@@ -74,6 +74,7 @@ class TierStore:
         self.settings = settings
         self.faults = faults or TierFaults()
         """Test-only."""
+        self._clock = clock
         self._host = HostTier(settings.host_bytes, block_bytes)
         self._disk: DiskTier | None = None
         if settings.disk_path is not None:
@@ -142,6 +143,8 @@ class TierStore:
         except OSError as error:
             self._host_failed(str(error))
             return False
+        if self._disk is not None and self._host.full:
+            self._disk.poll(self._clock())  # Writes that have ended make room that costs nobody anything.
         stored, victim = self._host.put(key, data)
         if stored and corrupt:
             entry = self._host.acquire(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from pathlib import Path
 
 from fakes import MASK, Clock, FakeRunner, Story, make_engine, runner_of
@@ -78,6 +79,8 @@ def run_waiting(engine: Engine, bell: threading.Event, story: Story | None = Non
         if engine.has_work():
             story.step()
         else:
-            assert bell.wait(WAIT_S), "neither the engine nor its tiers have anything to do"
+            due_s = engine.next_deadline()
+            wait_s = WAIT_S if due_s is None else max(0.0, due_s - time.monotonic())
+            assert bell.wait(wait_s) or due_s is not None, "neither the engine nor its tiers have anything to do"
             bell.clear()
     raise AssertionError("not done after 20000 turns")

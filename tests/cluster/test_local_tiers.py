@@ -1,0 +1,51 @@
+"""Lower tiers in a whole cluster: told by the config, used by prefill, shown in the metrics, kept over a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config import TandemConfig
+from cluster.local import LocalCluster
+from engine.types import Request
+from kvtransfer.tiers.types import TierSettings
+from tests.cluster.local_rig import config, ids, request, running
+from tests.cluster.test_local_metrics import shown
+
+
+def tiered(folder: Path) -> TandemConfig:
+    """A prefill worker whose pool holds two of the prompts below, its host memory four more."""
+    settings = config(prefill_blocks=24)
+    tiers = TierSettings(host_bytes=1 << 19, disk_path=str(folder), io_timeout_s=5.0)
+    return replace(settings, pools=replace(settings.pools, prefill=replace(settings.pools.prefill, tiers=tiers)))
+
+
+def always_load(cluster: LocalCluster) -> None:
+    """On a model as small as this computing would be chosen."""
+    tiers = cluster.slots["prefill-0"].worker.engine._tiers
+    assert tiers is not None
+    tiers.mode = "always"
+
+
+async def test_prompts_beyond_the_pool_are_loaded_again_with_the_same_text_and_counted(
+    toy: Path, alone: Callable[[Request], list[int]], tmp_path: Path
+) -> None:
+    async with running(toy, tiered(tmp_path)) as cluster:
+        always_load(cluster)
+        for turn in range(24):
+            req = request(f"r{turn}", 170, salt=turn % 8)
+            tokens, _ = await cluster.generate(req)
+            assert ids(tokens) == alone(req)
+        await cluster.until(lambda: shown(cluster)("worker_tier_loads_total", worker="prefill-0") > 5)
+        hits = shown(cluster)
+        assert hits("tier_hits_total", worker="prefill-0", tier="host") > 0
+        assert hits("tier_stored_total", worker="prefill-0") > 0
+        assert hits("tier_used_bytes", worker="prefill-0", tier="host") <= 1 << 19
+        assert len(list((tmp_path / "prefill-0").rglob("*.kv"))) > 0
+        cluster.restart("prefill-0")
+        always_load(cluster)
+        for turn in range(8):
+            req = request(f"again{turn}", 170, salt=turn)
+            assert ids((await cluster.generate(req))[0]) == alone(req)
+        await cluster.until(lambda: shown(cluster)("tier_hits_total", worker="prefill-0", tier="disk") > 0)

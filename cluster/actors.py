@@ -90,6 +90,9 @@ class RouterActor:
     async def status(self) -> ClusterStatus:
         return self.host.status()
 
+    async def drain(self, name: str, draining: bool) -> str:
+        return await self.host.drain(name, draining)
+
     async def whereabouts(self) -> Whereabouts:
         return Whereabouts(self._node_id, processes.this_process())
 
@@ -237,6 +240,9 @@ class RayRouter:
     async def status(self) -> ClusterStatus:
         status: ClusterStatus = await self._ask("status")
         return status
+
+    async def drain(self, name: str, draining: bool) -> str:
+        return str(await self._ask("drain", name, draining))
 
     async def whereabouts(self) -> Whereabouts:
         where: Whereabouts = await self._ask("whereabouts")

@@ -3,6 +3,7 @@
 serve, demo          start a cluster from an SLA file or from the defaults
 chat, generate       talk to the running one
 status, stop         look at it, end it
+drain, undrain       take a worker out of use, and back; what it runs moves to other workers
 doctor, models, config check      look at this machine and at files; nothing is started
 """
 
@@ -111,6 +112,28 @@ def status() -> None:
     from cluster.show import show_status
 
     show_status(run_state.load())
+
+
+@main.command()
+@click.argument("worker")
+def drain(worker: str) -> None:
+    """Give WORKER nothing new, and move what it runs to other workers as far as they have room."""
+    _set_draining(worker, "drain")
+
+
+@main.command()
+@click.argument("worker")
+def undrain(worker: str) -> None:
+    """Give WORKER requests again."""
+    _set_draining(worker, "undrain")
+
+
+def _set_draining(worker: str, what: str) -> None:
+    from cluster import run_state
+    from cluster.show import ask_gateway
+
+    ask_gateway(run_state.load(), f"/{what}/{worker}", method="POST")
+    _say(f"{worker} is draining; `tandem status` shows what it still runs" if what == "drain" else f"{worker} is back")
 
 
 @main.command()

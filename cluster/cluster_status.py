@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.types import EngineLoad
-from tandem.messages import TransferCounters
+from tandem.messages import MigrationCounters, TransferCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class WorkerStatus:
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
     """What each of its transports has moved."""
+    migrations: MigrationCounters = field(default_factory=MigrationCounters)
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from tandem.messages import (
     Commit,
     Declined,
     Expect,
+    Follow,
     Forward,
     Frame,
     FrameFor,
@@ -185,6 +186,8 @@ class Control:
         answer = self._waiting[ask_id] = asyncio.get_running_loop().create_future()
         if isinstance(question, Expect):
             self._requests[question.gateway_id].add(question.request.request_id)
+        elif isinstance(question, Follow):
+            self._requests[question.gateway_id].add(question.request_id)
         try:
             self._send(ask_id, question)
             result: Answer = await answer
@@ -233,7 +236,7 @@ class Control:
     def _deliver(self, addressed: FrameFor) -> None:
         mine = self._requests[addressed.gateway_id]
         for delta in addressed.frame.deltas:
-            if delta.finish is not None or delta.error is not None:
+            if delta.finish is not None or delta.error is not None or delta.moved is not None:
                 mine.discard(delta.request_id)
         if not mine:
             del self._requests[addressed.gateway_id]

@@ -15,7 +15,9 @@
    back-off once nobody else is left. What one worker says of the other (a failed transfer) is about their link: the
    other is passed over for a while, not accused. After the first token an error is an error: never a 200 with other
    text.
-4. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
+4. A running request may move to another decode worker. Its old one's last delta says so; the new one is asked for the
+   rest (`Follow`), and is from then on the one to abort, to suspect and to name in the outcome.
+5. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
    request are told to drop it, and the router hears that the reservation is over. If we die, leases and deadlines
    on the workers end by themselves.
 
@@ -45,6 +47,8 @@ from tandem.messages import (
     Expect,
     Expected,
     FinishedEarly,
+    Follow,
+    Followed,
     HandedOver,
     HandoffReport,
     Question,
@@ -127,6 +131,8 @@ class Attempt:
     ended: set[int] = field(default_factory=set)
     """The sequences that ended, as decode has told."""
     decode_ended: bool = False
+    moves: int = 0
+    """How often it went on at another decode worker, which is then the placement's."""
 
     def at_fault(self, error: Declined) -> WorkerRef:
         """The worker of the pair that the error names; decode when it names none."""
@@ -231,6 +237,7 @@ class Flight:
             cached_tokens=self.report.prefill_cached_tokens if remote else self.cached_tokens,
             prefill=placement.prefill.name if placement and placement.prefill else "",
             decode=placement.decode.name if placement and not self.early else "",
+            moves=self.attempt.moves if self.attempt else 0,
             placement_reason=placement.reason if placement else "",
             placement_detail=placement.detail if placement else "",
             attempts=self.attempts,
@@ -286,6 +293,9 @@ class Dispatch:
                     if delta.error is not None:
                         await self._declined(flight, flight.attempt, delta.error)
                         break
+                    if delta.moved is not None:
+                        await self._follow(flight.attempt, delta.moved)
+                        continue
                     delta = await self._with_report(flight, flight.attempt, delta)
                     flight.saw(delta, self._clock())
                     yield delta
@@ -409,6 +419,17 @@ class Dispatch:
         flight.report = answer.report
         prompt: tuple[Token, ...] = answer.prompt_logprobs if wants_prompt else ()
         return replace(delta, prompt_logprobs=delta.prompt_logprobs or prompt)
+
+    async def _follow(self, attempt: Attempt, to: WorkerRef) -> None:
+        """The request goes on at another decode worker, which tells nothing of it before it is asked to."""
+        attempt.placement = replace(attempt.placement, decode=to)
+        attempt.moves += 1
+        await self._workers.open(to)
+        follow = Follow(attempt.request_id, self._gateway_id)
+        answer = await self._workers.ask(to, follow, self._limits.control_timeout_s)
+        if not isinstance(answer, Followed):
+            refusal = _refusal(answer, to)
+            attempt.stream.end(replace(refusal, code=Code.UNAVAILABLE) if refusal.code is Code.STALE else refusal)
 
     async def _declined(self, flight: Flight, attempt: Attempt, error: Declined) -> None:
         """Try elsewhere if that can help and no token is out; else the request has failed."""

@@ -45,13 +45,17 @@ ROUTER_ANSWERS_S = 5.0
 
 
 class Router(dispatching.Router, Protocol):
-    """The router, as a gateway knows it. The last three raise `RouterAway` while it cannot be asked."""
+    """The router, as a gateway knows it. The last four raise `RouterAway` while it cannot be asked."""
 
     async def fences(self, after: int) -> tuple[Fenced, ...]: ...
 
     async def last_fence(self) -> int: ...
 
     async def status(self) -> ClusterStatus: ...
+
+    async def drain(self, name: str, draining: bool) -> str:
+        """Why the worker could not be told to; empty when it was."""
+        ...
 
 
 class RouterAway(Exception):
@@ -98,7 +102,7 @@ class GatewayHost:
         )
         section = config.gateway
         http = HttpSettings(api_key=api_key, max_body_bytes=section.max_message_bytes, metrics=self._expose)
-        app = with_status(build_app(self.gateway, http), router, api_key)
+        app = with_operator(build_app(self.gateway, http), router, api_key)
         self._http = HttpServer(app, section.host, section.http_port, tls=section.tls)
         grpc = GrpcSettings(api_key=api_key, max_message_bytes=section.max_message_bytes, tls=section.tls)
         self._grpc = InferenceServer(self.gateway, grpc, section.host, section.grpc_port)
@@ -175,6 +179,7 @@ class GatewayHost:
                     (),
                     transfers_in_flight=worker.transfers_in_flight,
                     transfers=worker.transfers,
+                    migrations=worker.migrations,
                 )
                 self._metrics.observe_report(worker.role, report)
 
@@ -189,24 +194,42 @@ class GatewayHost:
         return self._metrics.expose(), CONTENT_TYPE
 
 
-def with_status(app: ASGIApp, router: Router, api_key: str | None) -> ASGIApp:
-    """The application with `GET /status`, the cluster at a glance, under the same key as the rest."""
+def with_operator(app: ASGIApp, router: Router, api_key: str | None) -> ASGIApp:
+    """The application with `GET /status`, the cluster at a glance, and `POST /drain/<worker>` and `/undrain/<worker>`,
+    under the same key as the rest."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/status":
+        if scope["type"] != "http" or not _is_operators(scope):
             await app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
-            await JSONResponse({"error": {"message": "a valid API key is needed"}}, 401)(scope, receive, send)
-            return
-        try:
-            answer = JSONResponse((await router.status()).to_json())
-        except RouterAway:
-            answer = JSONResponse({"error": {"message": "the router is being restarted"}}, 503)
+            answer = _problem(401, "a valid API key is needed")
+        else:
+            try:
+                answer = await _operate(scope, router)
+            except RouterAway:
+                answer = _problem(503, "the router is being restarted")
         await answer(scope, receive, send)
 
     return guarded
+
+
+def _is_operators(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == "/status" or (scope["method"] == "POST" and path.startswith(("/drain/", "/undrain/")))
+
+
+async def _operate(scope: Scope, router: Router) -> JSONResponse:
+    if scope["path"] == "/status":
+        return JSONResponse((await router.status()).to_json())
+    what, name = scope["path"].removeprefix("/").split("/", 1)
+    why = await router.drain(name, what == "drain")
+    return _problem(409, why) if why else JSONResponse({"worker": name, "draining": what == "drain"})
+
+
+def _problem(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status)
 
 
 class Workers:

@@ -6,9 +6,10 @@ uses, and a side goes one way:
     unseen ──(a report lists the request)──▶ seen ──(a later report does not)──▶ over
        └──────── finished, worker lost, or never seen within `unseen_limit_s` ───▶ over
 
-The decode side's end is the request's end. A request that a report lists and the ledger does not know was placed by an
-earlier router: it is written down as seen, with the promise that is assumed for such; so a restarted router knows the
-load again after one report of each worker.
+The decode side's end is the request's end, unless it has another: a request that moves between decode workers has a
+side on both until reports no longer list it at the one that it left, or did not get to. A request that a report lists
+and the ledger does not know was placed by an earlier router: it is written down as seen, with the promise that is
+assumed for such; so a restarted router knows the load again after one report of each worker.
 """
 
 from __future__ import annotations
@@ -104,6 +105,29 @@ class Ledger:
         for claim in claims:
             self._open(request_id, _Side(claim))
 
+    def moves(self, request_id: str, claim: Claim) -> None:
+        """A request of one decode worker may go on at another, where it has this claim from now on."""
+        entry = self._entries.get(request_id)
+        if entry is not None and claim.worker not in entry.sides:
+            self._open(request_id, _Side(claim))
+
+    def stays(self, request_id: str, worker: str) -> None:
+        """It does not go on at that worker after all."""
+        entry = self._entries.get(request_id)
+        if entry is not None and worker in entry.sides:
+            self._end_side(request_id, worker)
+
+    def decoding_on(self, worker: str) -> tuple[tuple[str, Claim], ...]:
+        """Requests whose one decode side is there and was seen, and their claims; the first placed come first."""
+        found = [(self._entries[request_id], request_id) for request_id in self._here.get(worker, ())]
+        claims = [
+            (entry.placed_s, request_id, entry.sides[worker].claim)
+            for entry, request_id in found
+            if entry.sides[worker].seen and sum(side.claim.decode for side in entry.sides.values()) == 1
+        ]
+        ordered = sorted(claims, key=lambda each: each[:2])
+        return tuple((request_id, claim) for _, request_id, claim in ordered if claim.decode)
+
     def finished(self, request_id: str) -> bool:
         """The request is over everywhere. False when it was not known."""
         entry = self._entries.pop(request_id, None)
@@ -188,7 +212,8 @@ class Ledger:
 
     def _end_side(self, request_id: str, worker: str) -> None:
         entry = self._entries[request_id]
-        if entry.sides[worker].claim.decode or len(entry.sides) == 1:
+        decodes = any(side.claim.decode for name, side in entry.sides.items() if name != worker)
+        if (entry.sides[worker].claim.decode and not decodes) or len(entry.sides) == 1:
             self.finished(request_id)
         else:
             self._close(request_id, entry.sides.pop(worker))

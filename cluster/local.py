@@ -24,6 +24,7 @@ from typing import Any, Self
 from cluster import tiers
 from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.dispatch import Dispatch, Flight
+from cluster.evacuation import Move
 from cluster.gateway import Gateway
 from cluster.membership import Fence, Kill, Restart
 from cluster.metrics import Metrics
@@ -50,8 +51,10 @@ from tandem.messages import (
     FrameFor,
     KvEvents,
     LoadReport,
+    Migrate,
     Question,
     ReplayPrefixes,
+    SetDraining,
     WorkerInfo,
     WorkerRef,
 )
@@ -61,6 +64,7 @@ log = logging.getLogger(__name__)
 
 GATEWAY_ID = "local"
 ASK_S = 5.0
+MIGRATE_ASK_S = 60.0
 
 OnAnswer = Callable[[Answer], None]
 
@@ -213,6 +217,15 @@ class LocalCluster:
         for slot in self.slots.values():
             declined = self.router.register(slot.worker.info, self._clock())
             assert declined is None, declined
+
+    async def drain(self, name: str, draining: bool = True) -> None:
+        """As an operator does it: nothing new goes there, and what runs moves away while there is room elsewhere."""
+        answer = await self.ask(self.slots[name].ref, SetDraining(draining))
+        assert not isinstance(answer, Declined), answer
+
+    async def migrate(self, request_id: str, source: str, to: str) -> Answer:
+        """Move one running request; the source's answer, once it has moved or stays."""
+        return await self.ask(self.slots[source].ref, Migrate(request_id, self.slots[to].ref), MIGRATE_ASK_S)
 
     def freeze(self, name: str) -> None:
         """As under SIGSTOP: it is there and says nothing."""
@@ -367,6 +380,12 @@ class LocalCluster:
                 self._carry_out(decision)
             for ref in self.router.replays_due(self._clock()):
                 self._question(ref, ReplayPrefixes(), ASK_S, lambda answer: None)
+            for move in self.router.evacuations(self._clock()):
+                question = Migrate(move.request_id, move.to)
+                self._question(move.source, question, MIGRATE_ASK_S, partial(self._moved, move))
+
+    def _moved(self, move: Move, answer: Answer) -> None:
+        self.router.moved(move, answer, self._clock())
 
     def _carry_out(self, decision: Any) -> None:
         if self._closing.is_set():

@@ -22,7 +22,7 @@ from cluster.membership import Health
 from cluster.outcome import Outcome
 from cluster.snapshot import REASONS
 from engine.types import EngineLoad
-from tandem.messages import Code, LoadReport, TransferCounters
+from tandem.messages import Code, LoadReport, MigrationCounters, TransferCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -57,6 +57,7 @@ class Metrics:
         self._retries = self._counter("placement_retries", "Placements after the first one of a request")
         self._handovers = self._counter("handovers", "Requests whose KV moved, by transport", "transport")
         self._moved = self._counter("handover_kv_bytes", "KV bytes moved, by transport", "transport")
+        self._moves = self._counter("request_moves", "How often requests went on at another decode worker")
         self._moving = self._counter("handover_transfer_seconds", "Time on the wire, by transport", "transport")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -140,6 +141,7 @@ class Metrics:
 
     def _observe_handover(self, outcome: Outcome) -> None:
         report = outcome.report
+        self._moves.inc(outcome.moves)
         if not report.transport:
             return
         self._handovers.labels(report.transport).inc()
@@ -159,6 +161,7 @@ class Metrics:
 
 
 _PROMISE_LABELS = ("sla_class", "promise", "kept")
+_NO_MIGRATIONS = MigrationCounters()
 
 
 @dataclass(slots=True)
@@ -169,6 +172,7 @@ class _Shown:
     load: EngineLoad | None = None
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
+    migrations: MigrationCounters = _NO_MIGRATIONS
     health: Health | None = None
 
 
@@ -182,6 +186,7 @@ class WorkerSeries(Collector):
         shown = self._shown.setdefault(report.worker, _Shown())
         shown.role, shown.load = role, report.load
         shown.transfers_in_flight, shown.transfers = report.transfers_in_flight, report.transfers
+        shown.migrations = report.migrations
 
     def health(self, worker: str, role: str, health: Health) -> None:
         shown = self._shown.setdefault(worker, _Shown())
@@ -195,6 +200,7 @@ class WorkerSeries(Collector):
         yield from self._loads(shown)
         yield from self._transfers(shown)
         yield from self._tiers(shown)
+        yield from self._migrations(shown)
         up = GaugeMetricFamily(
             "tandem_worker_health", "1 for the state a worker is in", labels=("worker", "role", "state")
         )
@@ -227,6 +233,22 @@ class WorkerSeries(Collector):
             for worker, state in shown:
                 for stats in state.transfers:
                     family.add_metric((worker, stats.scheme), getattr(stats, field))
+            yield family
+
+    def _migrations(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        moves = CounterMetricFamily(
+            "tandem_worker_migrations", "Running requests moved to another worker, or not", labels=("worker", "result")
+        )
+        for worker, state in shown:
+            if state.role == "decode":
+                moves.add_metric((worker, "moved"), state.migrations.moved)
+                moves.add_metric((worker, "failed"), state.migrations.failed)
+        yield moves
+        for name, help_text, field in _MIGRATION_SERIES:
+            family = CounterMetricFamily(name, help_text, labels=("worker",))
+            for worker, state in shown:
+                if state.role == "decode":
+                    family.add_metric((worker,), getattr(state.migrations, field))
             yield family
 
     def _tiers(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
@@ -298,6 +320,10 @@ _LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_worker_generated_tokens", "Tokens generated", "generated_tokens"),
     (_COUNTER, "tandem_worker_tier_loads", "Prompts whose prefix was loaded from lower tiers", "tier_loads"),
     (_COUNTER, "tandem_worker_tier_recomputes", "Prompts for which computing was estimated faster", "tier_recomputes"),
+)
+_MIGRATION_SERIES: tuple[tuple[str, str, str], ...] = (
+    ("tandem_worker_migration_kv_bytes", "KV bytes of requests that moved away", "kv_bytes"),
+    ("tandem_worker_migration_pause_seconds", "Time that they paused for, at their source", "pause_seconds"),
 )
 _TIER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_GAUGE, "tandem_tier_capacity_bytes", "Most that the tier may hold", "capacity_bytes"),

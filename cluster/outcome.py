@@ -35,6 +35,8 @@ class Outcome:
     placement_detail: str = ""
     """The router's: one of a few phrases (for metrics), and more for people."""
     attempts: int = 0
+    moves: int = 0
+    """How often it moved while it ran; `decode` is the last worker."""
     placed_s: float | None = None
     ttft_s: float | None = None
     itl_s: tuple[float, ...] = ()

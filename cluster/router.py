@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.config import TandemConfig
+from cluster.evacuation import Evacuation, Move, Resident
 from cluster.index import PrefixIndex, Slots, tokens_of
 from cluster.ledger import Claim, Ledger
 from cluster.membership import Decision, Fence, Health, HealthBounds, Membership
@@ -27,11 +28,13 @@ from cluster.replay import Replays
 from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
 from engine.types import EngineLoad, StepTimes
 from tandem.messages import (
+    Answer,
     Code,
     Declined,
     HandoffReport,
     KvEvents,
     LoadReport,
+    MigrationCounters,
     TransferCounters,
     WorkerInfo,
     WorkerRef,
@@ -60,6 +63,7 @@ class _Known:
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
     draining: bool = False
+    migrations: MigrationCounters = field(default_factory=MigrationCounters)
     last_placed: int = 0
 
 
@@ -70,6 +74,8 @@ class Loaded(NamedTuple):
     load: EngineLoad
     transfers_in_flight: int
     transfers: tuple[TransferCounters, ...]
+    migrations: MigrationCounters
+    draining: bool
 
 
 def place(request: RequestView, snapshot: Snapshot, now: float, policy: Policy) -> Placement | Refusal:
@@ -89,6 +95,7 @@ class RouterState:
         self.ledger = Ledger(slots, adopted_itl_s=_tightest_itl_s(config))
         self.membership = Membership(bounds_of(config))
         self._replays = Replays()
+        self._evacuation = Evacuation()
         self._known: dict[str, _Known] = {}
         self._links: dict[tuple[str, str], float] = {}
         self._placed: dict[str, tuple[str, str]] = {}
@@ -128,6 +135,7 @@ class RouterState:
         known.number, known.load, known.reported_s = report.number, report.load, now
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
         known.transfers = report.transfers
+        known.migrations = report.migrations
         self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"
         self.ledger.reported(report.worker, report.request_ids, decode=decode, now=now)
@@ -216,6 +224,41 @@ class RouterState:
         rate = report.kv_bytes / report.transfer_s
         self._links[pair] = self._links.get(pair, rate) * (1 - LINK_STEP) + rate * LINK_STEP
 
+    # -- draining workers ----------------------------------------------------------------------------------------
+
+    def evacuations(self, now: float) -> tuple[Move, ...]:
+        """Running requests that shall leave draining decode workers now: each source is to be asked to `Migrate`, and
+        its answer told to `moved`. Room is reserved at the destination at once."""
+        leaving = [known for known in self._known.values() if known.draining and known.info.role == "decode"]
+        if not leaving:
+            return ()
+        proven = self._proven_times()
+        views = [
+            self._view(known, proven, now)
+            for known in self._known.values()
+            if known.info.role == "decode" and self._routable(known)
+        ]
+        residents = [
+            Resident(request_id, known.info.ref, claim)
+            for known in leaving
+            for request_id, claim in self.ledger.decoding_on(known.info.ref.name)
+        ]
+        moves = self._evacuation.due(residents, views, now)
+        claims = {resident.request_id: resident.claim for resident in residents}
+        for move in moves:
+            log.info("%s", move.explain())
+            there = replace(claims[move.request_id], worker=move.to.name, prefill_tokens=0, keys=())
+            self.ledger.moves(move.request_id, there)
+        return moves
+
+    def moved(self, move: Move, answer: Answer, now: float) -> None:
+        """What the source said: the reservation stays at the destination, or goes."""
+        if self._evacuation.over(move, answer, now):
+            return
+        self.ledger.stays(move.request_id, move.to.name)
+        why = answer.message if isinstance(answer, Declined) else repr(answer)
+        log.info("%s stays at %s: %s", move.request_id, move.source.name, why)
+
     def snapshot(self, request: RequestView, exclude: frozenset[str], now: float) -> Snapshot:
         """What is known at this moment, for this request."""
         proven = self._proven_times()
@@ -236,7 +279,14 @@ class RouterState:
     def loads(self) -> dict[str, Loaded]:
         """What each worker last reported, for status and metrics."""
         return {
-            name: Loaded(known.info, known.load, known.transfers_in_flight, known.transfers)
+            name: Loaded(
+                known.info,
+                known.load,
+                known.transfers_in_flight,
+                known.transfers,
+                known.migrations,
+                known.draining,
+            )
             for name, known in self._known.items()
         }
 
@@ -254,10 +304,10 @@ class RouterState:
         other = next(others, None)
         if other is None:
             return None
-        for field in MUST_MATCH:
-            mine, theirs = getattr(info, field), getattr(other, field)
+        for name in MUST_MATCH:
+            mine, theirs = getattr(info, name), getattr(other, name)
             if mine != theirs:
-                message = f"{field} of {info.ref.name} is {mine!r}, of {other.ref.name} {theirs!r}; they must be equal"
+                message = f"{name} of {info.ref.name} is {mine!r}, of {other.ref.name} {theirs!r}; they must be equal"
                 return Declined(Code.MISMATCH, message, info.ref.name)
         return None
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.cluster_status import ClusterStatus, WorkerStatus
 from cluster.config import ROLES, TandemConfig, worker_names
+from cluster.evacuation import Move
 from cluster.events import Subscriber
 from cluster.node_client import NodeClient
 from cluster.outcome import Outcome
@@ -26,12 +28,26 @@ from cluster.router import RouterState
 from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.supervisor import Fenced, Supervisor
 from cluster.wiring import role_of
-from tandem.messages import Declined, LoadReport, ReplayPrefixes, WorkerInfo, WorkerRef
+from tandem.messages import (
+    Answer,
+    Code,
+    Declined,
+    LoadReport,
+    Migrate,
+    MigrationCounters,
+    ReplayPrefixes,
+    SetDraining,
+    WorkerInfo,
+    WorkerRef,
+)
 
 log = logging.getLogger(__name__)
 
 DECISIONS_SHOWN = 32
 REPLAY_ASK_S = 3.0
+DRAIN_ASK_S = 5.0
+MIGRATE_ASK_S = 60.0
+"""A move is answered when it is over; its lease ends it long before this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +125,16 @@ class RouterHost:
         """False: register again (the router is a new one) or end (it was fenced)."""
         return self.state.present(ref, self._clock())
 
+    async def drain(self, name: str, draining: bool) -> str:
+        """Let a worker take nothing new (or let it again); what it runs moves away while there is room elsewhere.
+        Why it could not be told; empty when it was."""
+        ref = next((info.ref for info in self.state.workers() if info.ref.name == name), None)
+        if ref is None:
+            known = ", ".join(sorted(info.ref.name for info in self.state.workers())) or "none"
+            return f"there is no worker {name} (there are: {known})"
+        answer = await self._workers.ask(ref, SetDraining(draining), DRAIN_ASK_S)
+        return answer.message if isinstance(answer, Declined) else ""
+
     # -- gateways ------------------------------------------------------------------------------------------------
 
     def place(self, view: RequestView, left_s: float | None, exclude: frozenset[str]) -> Placement | Refusal:
@@ -152,6 +178,8 @@ class RouterHost:
                     load=loaded.load if loaded else None,
                     transfers_in_flight=loaded.transfers_in_flight if loaded else 0,
                     transfers=loaded.transfers if loaded else (),
+                    migrations=loaded.migrations if loaded else MigrationCounters(),
+                    draining=loaded.draining if loaded else False,
                 )
             )
         ready, why = self.state.readiness()
@@ -181,10 +209,22 @@ class RouterHost:
         while True:
             self._supervisor.tick()
             for ref in self.state.replays_due(self._clock()):
-                task = asyncio.create_task(self._ask_replay(ref))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+                self._spawn(self._ask_replay(ref))
+            for move in self.state.evacuations(self._clock()):
+                self._spawn(self._ask_migrate(move))
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 2)
+
+    def _spawn(self, asking: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(asking)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _ask_migrate(self, move: Move) -> None:
+        answer: Answer = Declined(Code.UNAVAILABLE, "the question was given up")
+        try:
+            answer = await self._workers.ask(move.source, Migrate(move.request_id, move.to), MIGRATE_ASK_S)
+        finally:
+            self.state.moved(move, answer, self._clock())
 
     async def _ask_replay(self, ref: WorkerRef) -> None:
         """Asked again later when nothing comes of it."""

@@ -17,10 +17,15 @@ from rich.table import Table
 from cluster import models
 from cluster.doctor import FAIL, OK, WARN, Finding
 from cluster.run_state import NotRunning, RunState
+from engine.errors import TandemError
 
-STATUS_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 10.0
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 _HEALTH_COLOURS = {"alive": "green", "starting": "yellow", "suspect": "yellow", "fenced": "red", "failed": "red"}
+
+
+class Refused(TandemError):
+    """The running cluster says no; the message says why."""
 
 
 def show_finding(finding: Finding) -> None:
@@ -44,7 +49,7 @@ def show_models(known: Iterable[models.KnownModel], folder: Path) -> None:
 
 def show_status(state: RunState) -> None:
     """Workers, their health and load, and the router's last decisions."""
-    status = _ask(state)
+    status = ask_gateway(state, "/status")
     console = Console(highlight=False)
     ready = "[green]ready[/green]" if status["ready"] else f"[red]not ready[/red]: {status['not_ready']}"
     console.print(f"{state.model}: {ready}   HTTP {state.http}   gRPC {state.grpc}")
@@ -66,22 +71,32 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         load = worker["load"] or {}
         colour = _HEALTH_COLOURS.get(worker["health"], "white")
         numbers = ("running", "waiting", "live_blocks", "cached_blocks", "total_blocks")
-        health = f"[{colour}]{worker['health']}[/{colour}]"
+        draining = ", draining" if worker["draining"] else ""
+        health = f"[{colour}]{worker['health']}[/{colour}]{draining}"
         table.add_row(
             worker["name"], health, str(worker["pid"] or "-"), *(str(load.get(name, "-")) for name in numbers)
         )
     return table
 
 
-def _ask(state: RunState) -> dict[str, Any]:
-    """The gateway's `/status`. NotRunning when it does not answer."""
+def ask_gateway(state: RunState, path: str, *, method: str = "GET") -> dict[str, Any]:
+    """One of the gateway's routes for operators. Refused when it says no, NotRunning when it does not answer."""
     scheme = "https" if state.tls_ca else "http"
-    request = urllib.request.Request(f"{scheme}://{state.http}/status")
+    request = urllib.request.Request(f"{scheme}://{state.http}{path}", method=method)
     if state.api_key_env:
         request.add_header("authorization", f"Bearer {os.environ.get(state.api_key_env, '')}")
     try:
         with urllib.request.urlopen(request, timeout=STATUS_TIMEOUT_S) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
+    except urllib.error.HTTPError as error:
+        raise Refused(_reason(error)) from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise NotRunning(f"the gateway at {state.http} does not say how it is: {error}") from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answers {error.code}"

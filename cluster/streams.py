@@ -9,6 +9,9 @@ expects any more, are dropped.
 
 Everything here runs on the gateway's event loop; other threads use `call_soon_threadsafe`. What a stream can queue is
 bounded by the request's `max_tokens`, for each of its sequences.
+
+A running request may move to another worker. Its old one says so with its last delta; from then on the stream is fed by
+the new one, which says nothing before it is asked to, so the news of both come in order whatever roads they take.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class TokenStream:
         self._next_seq[delta.index] += len(delta.tokens)
         if delta.finish is not None:
             self._open.discard(delta.index)
+        self.worker = delta.moved or self.worker
         self._ended = delta.ends_request or not self._open
         self._deltas.append(delta)
         self._news.set()

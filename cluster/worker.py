@@ -27,6 +27,7 @@ from tandem.messages import (
     Aborted,
     Answer,
     AskLease,
+    AskMove,
     Code,
     Commit,
     Declined,
@@ -34,11 +35,13 @@ from tandem.messages import (
     DropLease,
     Expect,
     FaultInjected,
+    Follow,
     Forward,
     FrameFor,
     InjectFault,
     KvEvents,
     LoadReport,
+    Migrate,
     PrefixCacheReset,
     Question,
     RenewLease,
@@ -56,7 +59,7 @@ Outgoing = Answer | Forward | FrameFor | LoadReport | KvEvents
 
 ROLES: dict[str, frozenset[type[Question]]] = {
     "prefill": frozenset({Submit}),
-    "decode": frozenset({Expect, AskLease, RenewLease, Commit, DropLease}),
+    "decode": frozenset({Expect, AskLease, RenewLease, Commit, DropLease, Migrate, AskMove, Follow}),
 }
 """Work that a role accepts; Abort and the router's and operator's questions are for everybody."""
 KEYS_PER_EVENT = 4096
@@ -100,13 +103,16 @@ class Worker:
         self.prefill = PrefillNode(
             self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.prefill
         )
-        self.decode = DecodeNode(self.info, engine, transfers, reply=self._reply, limits=settings.decode)
+        self.decode = DecodeNode(self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.decode)
         self._handlers: dict[type, Callable[[int, Any, float], None]] = {
             Expect: self.decode.expect,
             AskLease: self.decode.ask_lease,
             RenewLease: self.decode.renew,
             Commit: self.decode.commit,
             DropLease: self.decode.drop,
+            Migrate: self.decode.migrate,
+            AskMove: self.decode.ask_move,
+            Follow: self.decode.follow,
             Submit: self.prefill.submit,
             Abort: self._abort,
             ReplayPrefixes: self._replay_prefixes,
@@ -126,6 +132,8 @@ class Worker:
 
     def answered(self, ask_id: int, answer: Answer, now: float) -> None:
         """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
+        if self.decode.answered(ask_id, answer, now):
+            return
         self.prefill.answered(ask_id, answer, now)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ class Worker:
         theirs = next((other for other, kinds in ROLES.items() if type(question) in kinds), role)
         if theirs != role:
             return Declined(Code.UNAVAILABLE, f"{name} is a {role} worker, not a {theirs} worker", by=name)
-        if self.draining and isinstance(question, Submit | Expect):
+        if self.draining and isinstance(question, Submit | Expect | AskMove):
             return Declined(Code.UNAVAILABLE, f"{name} is draining", by=name)
         return None
 
@@ -270,6 +278,7 @@ class _Reports:
             worker.draining,
             worker.kv_events,
             tuple([counters_of(stats) for stats in worker.transfers.stats()]),
+            migrations=worker.decode.migrations,
         )
 
 

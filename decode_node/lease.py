@@ -9,6 +9,9 @@ early waits for the bytes, one that is repeated gets the same answer again, also
 fail: the lease runs out by our own clock, a receive fails, prefill is lost or gives up, the client leaves, the deadline
 passes; each is an exit from each stage, and tells the gateway. After it the blocks stay in quarantine (ENDING)
 until the transfer says `Quiet`; the service keeps its own reference on them until then.
+
+A request that moves here from another decode worker (`decode_node.migration`) takes the same road; what is called
+prefill here is then its source, and its lease has room to spare: Commit says how much of it was used.
 """
 
 from __future__ import annotations
@@ -163,6 +166,19 @@ class Tell:
 Effect = AnswerCommit | Adopt | CloseLease | AbortEngine | Tell
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What the lease of a request that moves here was made for."""
+
+    generated: int
+    """Tokens that it had generated then."""
+    held_blocks: int
+    block_size: int
+
+    def spans_for(self, computed_tokens: int) -> int:
+        return -(-computed_tokens // self.block_size) - self.held_blocks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
     """All that is known of one expected request. Times are seconds on the worker's clock."""
@@ -178,6 +194,7 @@ class Intake:
     sequences: int = 1
     beams: bool = False
     """Whether the sequences are chosen from the first tokens, of which there may then be more."""
+    moving: Moving | None = None
     stage: Stage = Stage.EXPECTED
     history: tuple[str, ...] = ()
     lease: LeaseOpened | None = None
@@ -191,7 +208,15 @@ class Intake:
 
     @property
     def complete(self) -> bool:
-        return self.lease is not None and self.received_spans >= self.lease.num_spans
+        if self.lease is None or (self.moving is not None and self.commit is None):
+            return False
+        return self.received_spans >= self.wanted_spans(self.commit)
+
+    def wanted_spans(self, commit: Commit | None) -> int:
+        """Spans of the lease that are to be filled."""
+        if self.moving is not None and commit is not None:
+            return self.moving.spans_for(self.prompt_tokens + len(commit.candidates) - 1)
+        return self.lease.num_spans if self.lease is not None else 0
 
 
 Step = tuple[Intake, tuple[Effect, ...]]
@@ -308,6 +333,8 @@ def refuse(intake: Intake, commit: Commit) -> Declined | None:
         return Declined(Code.STALE, f"request {intake.request_id} has no lease here", by=me.ref.name)
     first = len(commit.candidates)
     first = min(first, intake.sequences) if intake.beams else first
+    if intake.moving is not None:
+        first = 1 if first >= max(1, intake.moving.generated) else first
     pairs = (
         (Code.STALE, "destination", commit.destination.peer, me.ref.peer),
         (Code.STALE, "source", commit.source.peer, lease.source.peer),
@@ -316,6 +343,7 @@ def refuse(intake: Intake, commit: Commit) -> Declined | None:
         (Code.MISMATCH, "layout", commit.layout, me.layout),
         (Code.MISMATCH, "prompt tokens", commit.prompt_tokens, intake.prompt_tokens),
         (Code.MISMATCH, "first tokens", first, intake.sequences),
+        (Code.MISMATCH, "blocks beyond the lease", max(0, intake.wanted_spans(commit) - lease.num_spans), 0),
     )
     for code, what, theirs, ours in pairs:
         if theirs != ours:

@@ -8,6 +8,9 @@ transfer; the second is let go only by the transfer's `Quiet`, and a peer that l
 
 New tokens leave as one frame per gateway and step, numbered without holes. Of a request with several sequences each is
 counted by itself; the request ends with the last one, or with the first that fails.
+
+A running request may move to another worker (`Migrate`, see `decode_node.migration`) and come from one (`AskMove`, then
+as from prefill). What is to tell of one that came waits until its gateway asks (`decode_node.unheard`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from itertools import count
 from decode_node import admission
 from decode_node import lease as d
 from decode_node.admission import Claim, Room, Wish
-from decode_node.lease import Intake, Stage
+from decode_node.lease import Intake, Moving, Stage
+from decode_node.migration import MoveLimits
+from decode_node.mover import Ask, Mover
+from decode_node.unheard import Unheard
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.types import BlockLease, FinishReason, Progress, Request, StepResult, Token
@@ -32,6 +38,7 @@ from tandem.messages import (
     ENDS_ALL,
     Answer,
     AskLease,
+    AskMove,
     Code,
     Commit,
     Declined,
@@ -40,12 +47,17 @@ from tandem.messages import (
     Dropped,
     Expect,
     Expected,
+    Follow,
+    Followed,
     Frame,
     FrameFor,
     LeaseGranted,
     LeaseRenewed,
+    Migrate,
+    MigrationCounters,
     RenewLease,
     WorkerInfo,
+    WorkerRef,
 )
 
 Reply = Callable[[int, Answer], None]
@@ -81,6 +93,9 @@ class Guest:
     grant: LeaseGranted | None = None
     key: kv.LeaseKey | None = None
     pinned: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
+    """Of one that moves here: its tokens when it asked for room, and the blocks to spare that it asked for."""
+    spare_blocks: int = 0
     closed_s: float | None = None
     cut: bool = False
 
@@ -94,6 +109,7 @@ class DecodeNode:
         engine: Engine,
         transfers: TransferEngine,
         *,
+        ask: Ask,
         reply: Reply,
         limits: DecodeLimits = DecodeLimits(),
     ) -> None:
@@ -102,6 +118,9 @@ class DecodeNode:
         self._transfers = transfers
         self._reply = reply
         self._limits = limits
+        moves = MoveLimits(quiet_patience_s=limits.quiet_patience_s)
+        self._mover = Mover(info, engine, transfers, ask=ask, reply=reply, leave=self._moved, limits=moves)
+        self._unheard = Unheard()
         self._guests: dict[str, Guest] = {}
         self._by_lease: dict[str, Guest] = {}
         self._ended: OrderedDict[str, Intake] = OrderedDict()
@@ -118,22 +137,13 @@ class DecodeNode:
         if refusal := self._refuse(expect):
             self._reply(ask_id, refusal)
             return
-        intake = d.expected(
-            request.request_id,
-            me=self._info,
-            prefill=expect.prefill,
-            prompt_tokens=len(request.token_ids),
-            deadline_s=request.deadline_s,
-            now=now,
-            reservation_s=self._limits.reservation_s,
-            sequences=request.sequences,
-            beams=request.branching is not None and request.branching.beam_width > 0,
-        )
+        intake = self._intake(request, expect.prefill, now)
         self._guests[request.request_id] = Guest(request, expect.gateway_id, intake, set(range(request.answers)))
         self._reply(ask_id, Expected(request.request_id))
 
     def abort(self, request_id: str, reason: FinishReason, now: float) -> bool:
         guest = self._guests.get(request_id)
+        self._unheard.drop(request_id)
         live = guest is not None and guest.intake.stage is not Stage.ENDING
         if guest is not None:
             self._advance(guest, d.AbortAsked(reason), now)
@@ -148,6 +158,49 @@ class DecodeNode:
             return False
         self._sequence_ended(guest, index, now)
         return True
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+
+    def migrate(self, ask_id: int, question: Migrate, now: float) -> None:
+        """Move a running request elsewhere; the answer comes when it has moved, or has not."""
+        guest = self._guests.get(question.request_id)
+        if guest is None or guest.intake.stage is not Stage.RUNNING or question.request_id in self._unheard:
+            message = f"request {question.request_id} does not run here (yet, or any more)"
+            self._reply(ask_id, Declined(Code.UNAVAILABLE, message, by=self._info.ref.name))
+            return
+        self._mover.migrate(ask_id, guest.request, guest.gateway_id, question.to, now)
+
+    def ask_move(self, ask_id: int, ask: AskMove, now: float) -> None:
+        """Real blocks for a request that runs elsewhere and wants to move here; not by a claim on room, for it can stay
+        where it is."""
+        request_id = ask.request.request_id
+        if refusal := self._refuse_move(ask):
+            self._reply(ask_id, refusal)
+            return
+        guest = Guest(ask.request, ask.gateway_id, self._intake(ask.request, ask.source, now), {0})
+        guest.generated, guest.spare_blocks = ask.generated, ask.spare_blocks
+        guest.told[0] = len(ask.generated)
+        answer = self._grant(guest, ask, now)
+        if isinstance(answer, LeaseGranted):
+            self._guests[request_id] = guest
+            self._unheard.begin(request_id)
+        self._reply(ask_id, answer)
+
+    def follow(self, ask_id: int, follow: Follow, now: float) -> None:
+        """The gateway wants the news of a request that has moved here: what was kept, and from now on all."""
+        guest = self._guests.get(follow.request_id)
+        kept = self._unheard.follow(follow.request_id)
+        if kept is None and (guest is None or follow.request_id in self._unheard):
+            why = f"request {follow.request_id} has not moved here, or was not asked for in time"
+            self._reply(ask_id, self._stale(why))
+            return
+        if kept:
+            self._news.setdefault(follow.gateway_id, []).extend(kept)
+        self._reply(ask_id, Followed(follow.request_id))
+
+    def answered(self, ask_id: int, answer: Answer, now: float) -> bool:
+        """The answer to a question of ours to another worker; False: it is somebody else's."""
+        return self._mover.answered(ask_id, answer, now)
 
     # -- from prefill ---------------------------------------------------------------------------------------------
 
@@ -189,6 +242,8 @@ class DecodeNode:
         guest = self._by_lease.get(drop.lease_id)
         if guest is not None and guest.key is not None and guest.key.generation == drop.generation:
             self._advance(guest, d.DropAsked(drop.reason), now)
+            if guest.request.request_id in self._unheard:  # It was taken back by its source, whatever became of Commit.
+                self.abort(guest.request.request_id, FinishReason.ABORT, now)
         self._reply(ask_id, Dropped(drop.lease_id))
 
     # -- the step loop's calls ------------------------------------------------------------------------------------
@@ -199,9 +254,12 @@ class DecodeNode:
             guest = self._guests.get(progress.request_id)
             if guest is not None and guest.intake.stage is Stage.RUNNING:
                 self._progressed(guest, progress, now)
+        self._mover.stepped(result, now)
 
     def transferred(self, event: kv.TransferEvent, now: float) -> bool:
         """An event of the transfer engine; False: not about a lease of ours."""
+        if self._mover.transferred(event, now):
+            return True
         if isinstance(event, kv.PeerLost):
             for waiting in tuple(self._guests.values()):
                 if waiting.intake.prefill is not None and waiting.intake.prefill.peer == event.peer:
@@ -227,6 +285,9 @@ class DecodeNode:
         for guest in tuple(self._guests.values()):
             self._advance(guest, d.Tick(), now)
             self._cut_if_overdue(guest, now)
+        self._mover.tick(now)
+        for request_id in self._unheard.expired(now):
+            self.abort(request_id, FinishReason.ABORT, now)
 
     def take_frames(self) -> list[FrameFor]:
         """The news since the last call, one frame per gateway."""
@@ -238,8 +299,12 @@ class DecodeNode:
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._guests)
 
+    @property
+    def migrations(self) -> MigrationCounters:
+        return self._mover.counters
+
     def idle(self) -> bool:
-        return not self._guests
+        return not self._guests and self._mover.idle() and not self._unheard
 
     def check(self) -> None:
         """Raises AssertionError when books and machines disagree."""
@@ -247,8 +312,22 @@ class DecodeNode:
             assert guest.intake.stage is not Stage.DONE, f"{request_id} is done but kept"
         for lease_id, guest in self._by_lease.items():
             assert guest.request.request_id in self._guests, f"lease {lease_id} has no request"
+        self._mover.check()
 
     # -- inside: admission ----------------------------------------------------------------------------------------
+
+    def _intake(self, request: Request, source: WorkerRef | None, now: float) -> Intake:
+        return d.expected(
+            request.request_id,
+            me=self._info,
+            prefill=source,
+            prompt_tokens=len(request.token_ids),
+            deadline_s=request.deadline_s,
+            now=now,
+            reservation_s=self._limits.reservation_s,
+            sequences=request.sequences,
+            beams=request.branching is not None and request.branching.beam_width > 0,
+        )
 
     def _refuse(self, expect: Expect) -> Declined | None:
         name, request = self._info.ref.name, expect.request
@@ -265,23 +344,42 @@ class DecodeNode:
             return Declined(Code.INVALID, str(error), by=name)
         return None
 
-    def _refuse_lease(self, guest: Guest | None, ask: AskLease) -> Declined | None:
+    def _refuse_move(self, ask: AskMove) -> Declined | None:
+        name, request = self._info.ref.name, ask.request
+        if request.request_id in self._guests or request.request_id in self._unheard:
+            return Declined(Code.UNAVAILABLE, f"request {request.request_id} is already here", by=name)
+        if request.branching is not None or not ask.generated:
+            return Declined(Code.INVALID, f"{request.request_id} does not decode as one sequence", by=name)
+        if len(self._guests) >= self._limits.max_expected:
+            return Declined(Code.NO_ROOM, f"{self._limits.max_expected} requests are expected already", by=name)
+        try:
+            self._engine.check_request(request)
+        except InvalidRequest as error:
+            return Declined(Code.INVALID, str(error), by=name)
+        return self._mismatch(ask)
+
+    def _mismatch(self, ask: AskLease | AskMove) -> Declined | None:
         me = self._info
-        if guest is None:
-            return self._stale(f"request {ask.request_id} is not expected here (any more)")
         for what, theirs, ours in (
             ("model digest", ask.model_digest, me.model_digest),
             ("layout", ask.layout, me.layout),
         ):
             if theirs != ours:
-                message = f"{what} is {theirs} at prefill but {ours} at decode"
+                message = f"{what} is {theirs} at {ask.source.name} but {ours} at {me.ref.name}"
                 return Declined(Code.MISMATCH, message, by=me.ref.name)
+        return None
+
+    def _refuse_lease(self, guest: Guest | None, ask: AskLease) -> Declined | None:
+        if guest is None:
+            return self._stale(f"request {ask.request_id} is not expected here (any more)")
+        if mismatch := self._mismatch(ask):
+            return mismatch
         lease = guest.intake.lease
         if guest.intake.stage is Stage.EXPECTED or (guest.grant and lease and lease.source == ask.source):
             return None
         return self._stale(f"request {ask.request_id} is already {guest.intake.stage} here")
 
-    def _grant(self, guest: Guest, ask: AskLease, now: float) -> Answer:
+    def _grant(self, guest: Guest, ask: AskLease | AskMove, now: float) -> Answer:
         ours, theirs = dict(self._transfers.addresses()), dict(ask.transports)
         try:
             scheme = choose(ours, theirs)
@@ -290,7 +388,7 @@ class DecodeNode:
         try:
             self._transfers.connect(ask.source.peer, scheme, theirs[scheme])
         except TransferError as error:
-            return Declined(Code.UNAVAILABLE, f"cannot reach prefill back: {error}", by=ask.source.name)
+            return Declined(Code.UNAVAILABLE, f"cannot reach {ask.source.name} back: {error}", by=ask.source.name)
         blocks = self._room_for(guest, now)
         return blocks if isinstance(blocks, Declined) else self._open(guest, ask, blocks, scheme, now)
 
@@ -299,18 +397,21 @@ class DecodeNode:
         wish = self._wish(guest)
         claims = tuple(claim for claim in admission.still_claimed(self._claims, now) if claim.wish.key != wish.key)
         verdict = admission.decide(wish, self._room(now), claims, watermark=self._limits.watermark)
-        leased = self._engine.lease(guest.request) if verdict.granted else None
+        leased = None
+        if verdict.granted:
+            leased = self._engine.lease(guest.request, guest.generated, spare_blocks=guest.spare_blocks)
         if leased is not None:
             self._claims = claims
             return leased
-        self._claims = (*claims, Claim(wish, now + self._limits.claim_s))
+        if not guest.generated:
+            self._claims = (*claims, Claim(wish, now + self._limits.claim_s))
         why = "no free blocks" if verdict.granted else verdict.reason
         return Declined(Code.NO_ROOM, f"the decode pool is full: {why}", by=self._info.ref.name)
 
     def _wish(self, guest: Guest) -> Wish:
-        size, prompt = self._engine.info.block_size, len(guest.request.token_ids)
+        size, context = self._engine.info.block_size, len(guest.request.token_ids) + len(guest.generated)
         key = admission.claim_key(guest.request.request_id)
-        return Wish(key, guest.request.arrival_s, -(-prompt // size), self._growth(guest))
+        return Wish(key, guest.request.arrival_s, -(-context // size), self._growth(guest))
 
     def _room(self, now: float) -> Room:
         load = self._engine.load(now)
@@ -329,16 +430,20 @@ class DecodeNode:
             block_size=self._engine.info.block_size,
         )
 
-    def _open(self, guest: Guest, ask: AskLease, leased: BlockLease, scheme: str, now: float) -> LeaseGranted:
+    def _open(self, guest: Guest, ask: AskLease | AskMove, leased: BlockLease, scheme: str, now: float) -> LeaseGranted:
         """Open the lease for this source, and give the transfer its own reference on the blocks to be filled."""
-        size, me = self._engine.info.block_bytes, self._info.ref
-        blocks = leased.block_ids[leased.held_tokens // self._engine.info.block_size :]
-        key = kv.LeaseKey(f"{ask.request_id}@{me.peer}", next(self._generations))
+        size, me, request_id = self._engine.info.block_bytes, self._info.ref, guest.request.request_id
+        held = leased.held_tokens // self._engine.info.block_size
+        blocks = leased.block_ids[held:]
+        key = kv.LeaseKey(f"{request_id}@{me.peer}", next(self._generations))
+        if guest.generated:
+            moving = Moving(len(guest.generated), held, self._engine.info.block_size)
+            guest.intake = replace(guest.intake, moving=moving)
         self._engine.retain(blocks)
         self._transfers.open(key, ask.source.peer, [kv.Span(block * size, size) for block in blocks])
         guest.key, guest.pinned = key, blocks
         guest.grant = LeaseGranted(
-            ask.request_id,
+            request_id,
             key.lease_id,
             key.generation,
             leased.held_tokens,
@@ -375,8 +480,17 @@ class DecodeNode:
                     self._engine.abort(request_id, reason)
                 case d.Tell(finish=finish, error=error):
                     self._emit(guest, finish=finish, error=error)
+        if guest.intake.stage in (Stage.ENDING, Stage.DONE):
+            self._mover.stopped(request_id, f"it has ended: {type(event).__name__}", now)
         if guest.intake.stage is Stage.DONE:
             self._forget(guest)
+
+    def _moved(self, request_id: str, to: WorkerRef, now: float) -> None:
+        """It runs there from now on: the gateway is told so, and that is all it hears from here."""
+        guest = self._guests[request_id]
+        self._emit(guest, moved=to)
+        self._engine.abort(request_id, FinishReason.ABORT)
+        self._advance(guest, d.EngineEnded(), now)
 
     def _adopt(self, guest: Guest, first: tuple[Token, ...], cached_tokens: int, now: float) -> None:
         try:
@@ -386,13 +500,18 @@ class DecodeNode:
             self._emit(guest, error=Declined(Code.MISMATCH, str(error), by=self._info.ref.name))
             self._advance(guest, d.EngineEnded(), now)
             return
-        if guest.request.branching is None:
+        if guest.generated:
+            guest.told[0] = len(first)
+            self._unheard.arrived(guest.request.request_id, now + self._limits.lease_s)
+        elif guest.request.branching is None:
             self._emit(guest, tokens=first, cached_tokens=cached_tokens)
         for progress in told:
             self._progressed(guest, replace(progress, cached_tokens=cached_tokens), now)
 
     def _forget(self, guest: Guest) -> None:
         self._guests.pop(guest.request.request_id, None)
+        if not guest.intake.committed:
+            self._unheard.drop(guest.request.request_id)
         if guest.key is None:
             return
         self._by_lease.pop(guest.key.lease_id, None)
@@ -436,12 +555,15 @@ class DecodeNode:
         prompt_logprobs: tuple[Token, ...] = (),
         index: int = 0,
         score: float | None = None,
+        moved: WorkerRef | None = None,
     ) -> None:
         seq = guest.told.get(index, 0)
         guest.told[index] = seq + len(tokens)
         request_id = guest.request.request_id
-        delta = Delta(request_id, seq, tokens, finish, error, cached_tokens, prompt_logprobs, index, score)
-        self._news.setdefault(guest.gateway_id, []).append(delta)
+        cached = 0 if guest.generated else cached_tokens  # Of one that moved here its source has told.
+        delta = Delta(request_id, seq, tokens, finish, error, cached, prompt_logprobs, index, score, moved)
+        if not self._unheard.keep(delta):
+            self._news.setdefault(guest.gateway_id, []).append(delta)
 
     def _frame(self, gateway_id: str, deltas: list[Delta]) -> Frame:
         number = self._frame_numbers[gateway_id] = self._frame_numbers.get(gateway_id, 0) + 1

@@ -3,6 +3,7 @@
     submit ─▶ queue ─▶ step, step, … ─▶ Progress(finish)            a whole request
     submit(hold) ─▶ … ─▶ first token, blocks held ─▶ release        prefill only: others send the blocks
     lease ─▶ (KV arrives) ─▶ adopt ─▶ step, … ─▶ Progress(finish)   decode only
+    generated ─▶ (KV leaves) ─▶ pause ─▶ abort, or resume            decode that goes on elsewhere, or does not
     abort                                                           from anywhere
 
 One `step` is plan → run → sample → apply; the plan is a value and says why. What can fail: a model that raises ends
@@ -193,22 +194,23 @@ class Engine:
         self._roster.add(request, self._clock(), hold=hold)
         self._expect(request)
 
-    def lease(self, request: Request) -> BlockLease | None:
+    def lease(self, request: Request, generated: tuple[int, ...] = (), *, spare_blocks: int = 0) -> BlockLease | None:
         """Real blocks for the whole prompt, those with a known prefix included; None when there is no room now.
 
         A prompt that the cache holds to its last block needs nothing sent (`held_tokens` equals its length). A lease
-        has no deadline here: whoever took it adopts or aborts it. Raises InvalidRequest as `submit` does.
+        has no deadline here: whoever took it adopts or aborts it. `generated`: tokens of a request that runs elsewhere
+        and will move here, with `spare_blocks` for those still to come. Raises InvalidRequest as `submit` does.
         """
         self.check_request(request)
-        seq = self._roster.lease(request, self._clock())
+        seq = self._roster.lease(request, self._clock(), generated, spare_blocks)
         if seq is None:
             return None
         return BlockLease(request.request_id, tuple(seq.blocks), seq.computed)
 
     def adopt(self, request: Request, first: tuple[Token, ...]) -> tuple[Progress, ...]:
-        """The leased blocks hold the prompt's KV and `first` was generated already: run from there.
+        """The leased blocks hold the KV of all but the last token of prompt and `first`: run from there.
 
-        `first` are the tokens generated so far; of a request with several sequences, the alternatives that its held
+        `first` are all tokens generated so far; of a request with several sequences, the alternatives that its held
         prefill told, and what they mean for each sequence is returned (some may end with theirs). Raises ValueError
         when there is no such lease, when `first` is empty or ends the request.
         """
@@ -217,6 +219,11 @@ class Engine:
             raise ValueError(f"{request.request_id} is {seq.state if seq else 'unknown'} here, not leased")
         if request.token_ids != seq.request.token_ids:
             raise ValueError(f"{request.request_id} was leased for another prompt")
+        told = tuple(token.token_id for token in first)
+        if told[: seq.generated] != tuple(seq.tokens[seq.prompt_len :]):
+            raise ValueError(f"{request.request_id} was leased for other tokens than {told}")
+        if not seq.family and seq.prompt_len + len(first) - 1 > len(seq.blocks) * self.info.block_size:
+            raise ValueError(f"{request.request_id} has outgrown its lease of {len(seq.blocks)} blocks")
         if not first or not self._goes_on(seq, first):
             raise ValueError(f"{request.request_id} has nothing left to generate after {first}")
         self._roster.adopt(seq, () if seq.family else first)
@@ -247,6 +254,28 @@ class Engine:
             raise ValueError(f"{request_id} is {seq.state}, not held; abort it instead")
         self._roster.end(seq)
         self._stuck = False
+
+    def generated(self, request_id: str) -> tuple[int, ...] | None:
+        """Ids of the tokens so far of a request that decodes as one sequence, the KV of all but the last of which is in
+        the pool; None while it waits, computes its prompt (again), is one of several, or is not here."""
+        seq = self._roster.by_id.get(request_id)
+        if seq is None or seq.family is not None or seq.done or seq.state is not State.RUNNING or not seq.decoding:
+            return None
+        return tuple(seq.tokens[seq.prompt_len :])
+
+    def pause(self, request_id: str) -> tuple[int, ...] | None:
+        """As `generated`; and it is not scheduled, preempted or ended by its deadline before `resume`."""
+        generated = self.generated(request_id)
+        if generated is not None:
+            self._roster.park(self._roster.by_id[request_id])
+        return generated
+
+    def resume(self, request_id: str) -> None:
+        """A paused request goes on as if nothing had been. Ignored for one that is not paused."""
+        seq = self._roster.by_id.get(request_id)
+        if seq is not None and seq.state is State.HELD and not seq.hold:
+            self._roster.unpark(seq)
+            self._expect(seq.request)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
         """Blocks of the sequence, position by position; empty while it waits. KeyError when it is not here."""

@@ -107,30 +107,40 @@ class Roster:
             return None
         return self.fetching.begin(seq, found, wanted)
 
-    def lease(self, request: Request, now: float) -> Sequence | None:
+    def lease(
+        self, request: Request, now: float, generated: Iterable[int] = (), spare_blocks: int = 0
+    ) -> Sequence | None:
         """A new sequence with blocks for its whole prompt, whose KV will come from elsewhere; None: no room now.
 
-        The first in the queue has first call on free blocks: leases granted past it would starve it.
+        With what was `generated` elsewhere already it gets blocks for that too, and `spare_blocks` to grow before it is
+        here. The first in the queue has first call on free blocks: leases granted past it would starve it.
         """
         first = next(iter(self.swapped or self.waiting), None)
         promised = self._blocks_for(first) if first else 0
         seq = self._new(request, now, State.LEASED)
-        hits = self._match(seq, seq.prompt_len)
-        if not self._provide(seq, hits, self._headroom(seq) + promised):
+        for token_id in generated:
+            seq.append(token_id)
+        hits = self._match(seq, max(seq.prompt_len, len(seq.tokens) - 1))
+        if not self._provide(seq, hits, self._headroom(seq) + promised + spare_blocks):
             self._forget(seq)
             return None
+        seq.set_blocks([*seq.blocks, *(self.pool.allocate(spare_blocks) or ())])
         self._leases += 1
         seq.computed = len(hits) * self.block_size
-        self._count_lookup(seq, seq.computed)
+        self._count_lookup(seq, min(seq.computed, seq.prompt_len))
         return seq
 
-    def adopt(self, seq: Sequence, first: Iterable[Token]) -> None:
-        """Leased → running: the prompt's KV is complete and `first` was already generated."""
+    def adopt(self, seq: Sequence, first: tuple[Token, ...]) -> None:
+        """Leased → running: `first` was already generated, and the KV is complete for all tokens but the last of it.
+        Blocks to spare go back."""
         seq.state = State.RUNNING
         self._leases -= 1
-        seq.computed = seq.prompt_len
-        for token in first:
+        for token in first[seq.generated :]:
             seq.append(token.token_id)
+        seq.computed = max(seq.prompt_len, len(seq.tokens) - 1)
+        needed = self._blocks_for(seq)
+        self.pool.release(seq.blocks[needed:])
+        seq.set_blocks(seq.blocks[:needed])
         self._publish(seq)
         insort(self.running, seq, key=_by_order)
 
@@ -237,9 +247,14 @@ class Roster:
         return Swap(seq.name, pairs)
 
     def park(self, seq: Sequence) -> None:
-        """Running → held: blocks stay until `end`."""
+        """Running → held: blocks stay until `end`, or `unpark`."""
         self._leave(self.running, seq)
         seq.state = State.HELD
+
+    def unpark(self, seq: Sequence) -> None:
+        """Held → running."""
+        seq.state = State.RUNNING
+        insort(self.running, seq, key=_by_order)
 
     # -- out -----------------------------------------------------------------------------------------------------
 

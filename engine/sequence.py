@@ -4,6 +4,7 @@
     WAITING → LOADING → WAITING        blocks of its prefix come from a lower tier; it keeps its place in the queue
               RUNNING → SWAPPED → RUNNING   preempted, its KV kept in swap space
               RUNNING → HELD → (end)   prefill only: the first token is there, the blocks wait to be sent
+              RUNNING → HELD → RUNNING or (end)   paused while the rest of it moves to another worker
     LEASED  → RUNNING → (end)          decode only: the KV comes from elsewhere, then it is adopted
 
 Progress is one number, `computed`: positions whose KV is in the pool. A sequence with one token to compute that has

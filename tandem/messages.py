@@ -337,6 +337,7 @@ class Follow:
     the destination tells nobody, so that at no time two workers do."""
 
     request_id: str
+    gateway_id: str
 
 
 @dataclass(frozen=True, slots=True)

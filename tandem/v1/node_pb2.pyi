@@ -703,10 +703,12 @@ class AskMove(_message.Message):
     def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., generated: _Optional[_Iterable[int]] = ..., spare_blocks: _Optional[int] = ...) -> None: ...
 
 class Follow(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "gateway_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    gateway_id: str
+    def __init__(self, request_id: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Followed(_message.Message):
     __slots__ = ("request_id",)

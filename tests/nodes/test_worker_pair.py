@@ -486,8 +486,8 @@ def test_a_layout_mismatch_is_refused_with_both_values(net: Net) -> None:
     ask_id = net.ask("d0", ask)
     other = net.ask("d0", replace(ask, layout=info.layout, model_digest="d2"))
     net.turn()
-    assert "layout is block=32 at prefill but ledger block=16 at decode" in declined(net.answers[ask_id]).message
-    assert "model digest is d2 at prefill but d1 at decode" in declined(net.answers[other]).message
+    assert "layout is block=32 at p0 but ledger block=16 at d0" in declined(net.answers[ask_id]).message
+    assert "model digest is d2 at p0 but d1 at d0" in declined(net.answers[other]).message
     net.run()
 
 

@@ -1,6 +1,6 @@
 """What lower tiers gain: chats of several turns whose KV is several times what the device holds.
 
-    python -m bench.pool [--model NAME_OR_PATH] [--chats 8] [--turns 4] [--question 200] [--excess 4] [--dir FOLDER]
+    python -m bench.pool [--model NAME_OR_PATH] [--chats 8] [--turns 4] [--question 100] [--excess 4] [--dir FOLDER]
 
 All chats take turns, so that a chat's blocks have left the pool when its next turn comes. Every contender answers the
 same prompts one after the other, each with an engine of its own: `recompute` has no tiers; `host` has room for all KV
@@ -91,6 +91,7 @@ def disk(args: argparse.Namespace, folder: Path) -> Contender:
             disk_path=str(folder),
             disk_bytes=2 * total_blocks(args) * (size + 4096),
             fsync=not args.warm,
+            io_timeout_s=10.0,
         )
 
     contender = tiered(args, "disk", settings)
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--model", default=models.DEFAULT)
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--question", type=int, default=200)
+    parser.add_argument("--question", type=int, default=100)
     parser.add_argument("--excess", type=int, default=4, help="KV of all chats by what the pool holds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")

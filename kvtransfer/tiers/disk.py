@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -143,15 +144,19 @@ class DiskTier:
 
     def read(self, key: bytes, into: memoryview, deadline_s: float, done: Done) -> None:
         """Begin to fill `into`, which is the reader's again with `done`."""
+        took_s = [0.0]
 
         def work() -> None:
+            started_s = time.perf_counter()
             corrupt = self.faults.pass_through("read")
             block_file.read(self._root, key, into, self._fingerprint)
             if corrupt:
                 raise block_file.Damaged("was corrupted on purpose")
             block_file.note_use(self._root, key)
+            took_s[0] = time.perf_counter() - started_s
 
         def ended(error: Exception | None) -> None:
+            self.counters.load_seconds += took_s[0]
             self._read(key, error)
             done(error is None)
 

@@ -307,11 +307,8 @@ class TierStore:
 
     def _read(self, load: _Load, index: int, buffer: int) -> None:
         assert self._disk is not None
-        started_s = time.perf_counter()
-        counters = self._disk.counters
 
         def done(arrived: bool) -> None:
-            counters.load_seconds += time.perf_counter() - started_s
             if load.closed or not arrived:
                 self._free_staging.append(buffer)
                 load.failed.add(index)

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from cluster.config import TandemConfig
+from cluster.config_text import ConfigFileError, config_from_text
+from cluster.config_words import describe
+from cluster.ipc import from_json, to_json
 from cluster.local import LocalCluster
+from cluster.wiring import rank_settings
 from engine.types import Request
 from kvtransfer.tiers.types import TierSettings
 from tests.cluster.local_rig import config, ids, request, running
@@ -49,3 +55,32 @@ async def test_prompts_beyond_the_pool_are_loaded_again_with_the_same_text_and_c
             req = request(f"again{turn}", 170, salt=turn)
             assert ids((await cluster.generate(req))[0]) == alone(req)
         await cluster.until(lambda: shown(cluster)("tier_hits_total", worker="prefill-0", tier="disk") > 0)
+
+
+SLA = """
+pools:
+  prefill:
+    count: 2
+    tiers: {host_memory: 2GiB, disk_path: /scratch/kv, disk_space: 8GiB, io_timeout: 250ms, fsync: true}
+  decode:
+    tiers: {host_memory: 1GiB}
+"""
+
+
+def test_the_file_names_each_pools_tiers_and_every_worker_has_a_folder_of_its_own() -> None:
+    settings = config_from_text(SLA)
+    second = rank_settings(settings, "prefill-1", Path("/m"))
+    assert second.tiers == TierSettings(
+        host_bytes=2 << 30, disk_path="/scratch/kv/prefill-1", disk_bytes=8 << 30, io_timeout_s=0.25, fsync=True
+    )
+    assert from_json(to_json(second)) == second
+    assert rank_settings(settings, "decode-0", Path("/m")).tiers == TierSettings(host_bytes=1 << 30)
+    assert rank_settings(TandemConfig(), "decode-0", Path("/m")).tiers is None
+    told = describe(settings)
+    assert "KV that leaves the cache goes to 2 GiB of host memory, then 8 GiB under /scratch/kv." in told
+    assert "KV that leaves the cache goes to 1 GiB of host memory." in told
+
+
+def test_tiers_without_host_memory_are_refused_by_name() -> None:
+    with pytest.raises(ConfigFileError, match="needs 'host_memory' too"):
+        config_from_text("pools: {decode: {tiers: {disk_path: /x}}}")

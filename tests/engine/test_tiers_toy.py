@@ -18,6 +18,7 @@ from tier_rig import run_waiting, store_for
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.host_swap import DeviceBytes
 from engine.toy import make_toy_checkpoint
 from engine.types import Request
 from kvtransfer.tiers.faults import TierFault
@@ -48,11 +49,13 @@ def asked(number: int, name: str) -> Request:
 class Rig:
     """16 blocks in the pool, 32 in host memory, 256 on disk."""
 
-    def __init__(self, checkpoint: Path, folder: Path, wanted: list[list[int]]) -> None:
+    def __init__(self, checkpoint: Path, folder: Path, wanted: list[list[int]], *, by_device: bool = False) -> None:
         self.folder = folder
         self.wanted = wanted
         self.bell = threading.Event()
         self.engine = Engine.open(EngineConfig(model=str(checkpoint), num_blocks=16, max_num_batched_tokens=64))
+        if by_device:
+            self.engine._blocks = DeviceBytes(self.engine._runner.pool)  # type: ignore[attr-defined]
         self.store = self.attach()
         self.asked = 0
         self.slowest_s = 0.0
@@ -131,6 +134,15 @@ def test_prompts_come_back_from_every_tier_with_the_same_text(rig: Rig) -> None:
     assert host.hits > 50
     assert disk.hits > 20
     assert len(rig.blocks()) <= 256
+
+
+def test_a_pool_whose_bytes_are_copied_by_the_device_does_the_same(
+    checkpoint: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    rig = Rig(checkpoint, tmp_path, wanted, by_device=True)
+    rig.tour(turns=12)
+    assert rig.hits() > 30
+    rig.store.shutdown()
 
 
 def flip(path: Path) -> None:

@@ -19,6 +19,7 @@ DEFAULT_MODEL = "smollm2-135m"
 ROLES = ("prefill", "decode")
 POLICY_NAMES = ("sla", "round_robin", "least_loaded")
 LOCAL_PREFILL = ("auto", "never", "always")
+FETCH = ("auto", "never")
 TRANSPORTS = ("shm", "ucx", "tcp", "inproc")
 
 
@@ -82,6 +83,10 @@ class RoutingSection:
     policy: str = "sla"
     local_prefill: str = "auto"
     local_prefill_gain: float = 1.25
+    fetch: str = "auto"
+    """Whether a worker that lacks a prefix may get it from one that holds it."""
+    fetch_gain: float = 1.25
+    """It does when computing is estimated to take at least this many times as long."""
     prefix_affinity: bool = True
     max_waiting: int = 1024
     assumed_bytes_per_s: int = 1 << 30

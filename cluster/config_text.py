@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import (
+    FETCH,
     LOCAL_PREFILL,
     POLICY_NAMES,
     ROLES,
@@ -269,6 +270,8 @@ _ROUTING = Section(
         "policy": Setting("policy", one_of(POLICY_NAMES)),
         "local_prefill": Setting("local_prefill", one_of(LOCAL_PREFILL)),
         "local_prefill_gain": Setting("local_prefill_gain", number(1.0)),
+        "fetch": Setting("fetch", one_of(FETCH)),
+        "fetch_gain": Setting("fetch_gain", number(1.0)),
         "prefix_affinity": Setting("prefix_affinity", boolean),
         "max_waiting": Setting("max_waiting", _COUNT),
         "assumed_bandwidth": Setting("assumed_bytes_per_s", size),

@@ -36,6 +36,8 @@ def _lines(config: TandemConfig) -> Iterator[str]:
     yield _pool("Prefill", config.pools.prefill)
     yield _pool("Decode", config.pools.decode)
     yield f"Requests are routed by the policy {routing.policy}; {_LOCAL[routing.local_prefill]}."
+    if routing.fetch == "auto" and model.prefix_caching:
+        yield "  A prefix that only another worker holds is fetched from there when that is faster than computing it."
     for sla in config.classes.values():
         yield _class(sla)
     yield f"The gateway listens on {gateway.host}: HTTP on port {gateway.http_port}, gRPC on port {gateway.grpc_port};"

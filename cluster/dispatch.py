@@ -349,12 +349,14 @@ class Dispatch:
         request = replace(flight.request, request_id=attempt.request_id)
         await self._workers.open(placement.decode)
         attempt.expected = True
-        expect = Expect(request, self._gateway_id, placement.prefill)
+        local = placement.prefill is None
+        expect = Expect(request, self._gateway_id, placement.prefill, placement.fetch if local else None)
         answer = await self._workers.ask(placement.decode, expect, self._limits.control_timeout_s)
         if not isinstance(answer, Expected):
             attempt.stream.end(_refusal(answer, placement.decode))
         elif placement.prefill is not None:
-            asked = self._workers.ask(placement.prefill, Submit(request, placement.decode), self._left_s(flight))
+            submit = Submit(request, placement.decode, placement.fetch)
+            asked = self._workers.ask(placement.prefill, submit, self._left_s(flight))
             attempt.submit = asyncio.create_task(_answer(asked))
             attempt.submit.add_done_callback(lambda task: _prefill_answered(attempt, task))
         return True

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cluster.fetching import FetchLimits
 from cluster.worker import WorkerSettings
 from decode_node.service import DecodeLimits
 from engine.config import EngineConfig
@@ -45,6 +46,7 @@ def from_json(text: str) -> RankSettings:
     worker = fields.pop("worker")
     worker["prefill"] = PrefillLimits(**worker["prefill"])
     worker["decode"] = DecodeLimits(**worker["decode"])
+    worker["fetch"] = FetchLimits(**worker["fetch"])
     engine = EngineConfig(**fields.pop("engine"))
     transports = tuple(fields.pop("transports"))
     tiers = fields.pop("tiers")

@@ -31,6 +31,7 @@ from tandem.messages import (
     Answer,
     Code,
     Declined,
+    FetchCounters,
     HandoffReport,
     KvEvents,
     LoadReport,
@@ -50,6 +51,8 @@ LINK_STEP = 0.2
 """Weight of a new measurement of a pair's bandwidth."""
 LINK_MIN_BYTES = 1 << 20
 """Smaller transfers measure the latency of messages."""
+LINK_TRUST_S = 60.0
+"""A fetch's measurement is forgotten after this: a pair that had a bad moment would never be measured again."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,8 @@ class _Known:
     reported_s: float = 0.0
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
+    fetches: Mapping[str, FetchCounters] = field(default_factory=dict)
+    """By source."""
     draining: bool = False
     migrations: MigrationCounters = field(default_factory=MigrationCounters)
     last_placed: int = 0
@@ -98,6 +103,8 @@ class RouterState:
         self._evacuation = Evacuation()
         self._known: dict[str, _Known] = {}
         self._links: dict[tuple[str, str], float] = {}
+        self._fetch_links: dict[tuple[str, str], tuple[float, float]] = {}
+        """(source, destination) → bytes per second, and when that was measured."""
         self._placed: dict[str, tuple[str, str]] = {}
         self._turn = 0
         self.placements: Counter[str] = Counter()
@@ -136,6 +143,7 @@ class RouterState:
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
         known.transfers = report.transfers
         known.migrations = report.migrations
+        self._learn_links(known, report, now)
         self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"
         self.ledger.reported(report.worker, report.request_ids, decode=decode, now=now)
@@ -263,15 +271,17 @@ class RouterState:
         """What is known at this moment, for this request."""
         proven = self._proven_times()
         views = [self._view(known, proven, now) for known in self._known.values() if self._routable(known)]
-        overlaps = {}
+        overlaps: dict[str, int] = {}
+        held: dict[str, int] = {}
         if self._config.routing.prefix_affinity and self._config.model.prefix_caching:
-            matches = self.index.match(request.prefix_keys, underway=self.ledger.underway.masks)
-            overlaps = {name: tokens_of(granules, request.prompt_tokens) for name, granules in matches.items()}
+            overlaps = self._matched(request, underway=self.ledger.underway.masks)
+            held = self._matched(request) if self._knobs.fetch != "never" else {}
         return Snapshot(
             prefill=tuple(view for view in views if view.info.role == "prefill"),
             decode=tuple(view for view in views if view.info.role == "decode"),
             overlaps=overlaps,
-            links=self._links,
+            held=held,
+            links=self._links_now(now),
             excluded=exclude,
             knobs=self._knobs,
         )
@@ -298,6 +308,30 @@ class RouterState:
             assert self.membership.health(name) in (Health.ALIVE, Health.SUSPECT, Health.FENCED, Health.FAILED), name
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _matched(self, request: RequestView, underway: Mapping[bytes, int] | None = None) -> dict[str, int]:
+        """Leading prompt tokens held, by worker."""
+        matches = self.index.match(request.prefix_keys, underway=underway)
+        return {name: tokens_of(granules, request.prompt_tokens) for name, granules in matches.items()}
+
+    def _learn_links(self, known: _Known, report: LoadReport, now: float) -> None:
+        """What this worker's fetches since its last report say of its links."""
+        before, known.fetches = known.fetches, {counters.source: counters for counters in report.fetches}
+        for source, counters in known.fetches.items():
+            last = before.get(source, FetchCounters(source))
+            num_bytes, seconds = counters.kv_bytes - last.kv_bytes, counters.seconds - last.seconds
+            if num_bytes >= LINK_MIN_BYTES and seconds > 0:
+                pair, rate = (source, report.worker), num_bytes / seconds
+                old, _ = self._fetch_links.get(pair, (rate, now))
+                self._fetch_links[pair] = (old * (1 - LINK_STEP) + rate * LINK_STEP, now)
+
+    def _links_now(self, now: float) -> Mapping[tuple[str, str], float]:
+        old = [pair for pair, (_, measured_s) in self._fetch_links.items() if now > measured_s + LINK_TRUST_S]
+        for pair in old:
+            del self._fetch_links[pair]
+        if not self._fetch_links:
+            return self._links
+        return {**{pair: rate for pair, (rate, _) in self._fetch_links.items()}, **self._links}
 
     def _mismatch(self, info: WorkerInfo) -> Declined | None:
         others = (known.info for name, known in self._known.items() if name != info.ref.name)
@@ -356,11 +390,11 @@ class RouterState:
         prefill = self._known[placement.prefill.name] if placement.prefill else None
         decode.last_placed = self._turn
         if prefill is None:
-            tokens = uncached(request, placement.decode_overlap_tokens)
+            tokens = uncached(request, placement.ready_tokens)
             claims = [self._claim(request, decode, tokens)]
         else:
             prefill.last_placed = self._turn
-            tokens = uncached(request, placement.prefill_overlap_tokens)
+            tokens = uncached(request, placement.ready_tokens)
             claims = [self._claim(request, decode, 0), self._claim(request, prefill, tokens)]
             self._placed[request.request_id] = (prefill.info.ref.name, decode.info.ref.name)
         self.ledger.place(request.request_id, claims, now)
@@ -396,6 +430,8 @@ def knobs_of(config: TandemConfig) -> RoutingKnobs:
     return RoutingKnobs(
         local_prefill=routing.local_prefill,
         local_prefill_gain=routing.local_prefill_gain,
+        fetch=routing.fetch,
+        fetch_gain=routing.fetch_gain,
         max_waiting=routing.max_waiting,
         assumed_bytes_per_s=float(routing.assumed_bytes_per_s),
         prefill_step_tokens=config.pools.prefill.max_num_batched_tokens,

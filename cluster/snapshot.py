@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from engine.types import EngineLoad, Request
-from tandem.messages import Code, WorkerInfo, WorkerRef
+from tandem.messages import Code, Fetch, WorkerInfo, WorkerRef
 
 EXPECTED_OUTPUT_TOKENS = 256
 """Growth that is reserved for a request: its `max_tokens`, but no more than this, since few use a large limit up."""
 
 FASTEST = "estimated fastest"
 PREFIX = "prefix held"
+FETCHED = "prefix fetched"
 LOCAL_FASTER = "local prefill faster"
 LOCAL_ALWAYS = "local prefill by config"
 LOCAL_ONLY = "no prefill worker"
@@ -30,7 +31,7 @@ AT_RISK = "promise at risk"
 FULL = "all full, waits"
 IN_TURN = "next in turn"
 LEAST_LOADED = "least loaded"
-REASONS = (FASTEST, PREFIX, LOCAL_FASTER, LOCAL_ALWAYS, LOCAL_ONLY, AT_RISK, FULL, IN_TURN, LEAST_LOADED)
+REASONS = (FASTEST, PREFIX, FETCHED, LOCAL_FASTER, LOCAL_ALWAYS, LOCAL_ONLY, AT_RISK, FULL, IN_TURN, LEAST_LOADED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,10 @@ class RoutingKnobs:
     """Local prefill is chosen when remote is estimated to cost at least this many times as much."""
     max_waiting: int = 1024
     """Requests that may wait on one worker; a worker above it is not chosen."""
+    fetch: str = "auto"
+    """"auto" or "never"."""
+    fetch_gain: float = 1.25
+    """A prefix is fetched from a peer when computing it is estimated to cost at least this many times as much."""
     assumed_bytes_per_s: float = float(1 << 30)
     """KV transfer between a pair that was not measured yet."""
     handover_s: float = 0.005
@@ -166,13 +171,14 @@ class Snapshot:
     """Everything a policy may look at.
 
     `overlaps[name]` is the number of leading prompt tokens whose KV that worker holds (or will hold before this
-    request's turn); `links[(prefill, decode)]` the measured bytes per second. `excluded` names workers that this
-    request must not get: they still tell whether it could ever fit.
+    request's turn), `held[name]` those that it holds now; `links[(source, destination)]` the measured bytes per second.
+    `excluded` names workers that this request must not get: they still tell whether it could ever fit.
     """
 
     prefill: tuple[WorkerView, ...] = ()
     decode: tuple[WorkerView, ...] = ()
     overlaps: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     knobs: RoutingKnobs = RoutingKnobs()
@@ -183,13 +189,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What a policy expects of its choice, in seconds. `ttft_s` = queue + prefill + the exposed part of transfer."""
+    """What a policy expects of its choice, in seconds. `ttft_s` = the longer of queue and fetch + prefill + the exposed
+    part of transfer."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +205,7 @@ class Placement:
     """Where a request goes. `prefill` None: the decode worker computes the prompt itself.
 
     `reason` is one of `REASONS` (so it may be a label of a metric), `detail` says more to people. `*_overlap_tokens`
-    are the prompt tokens whose KV each side is thought to hold.
+    are the prompt tokens whose KV each side is thought to hold; `fetch`: where whoever computes gets more of them.
     """
 
     request_id: str
@@ -208,6 +216,12 @@ class Placement:
     detail: str = ""
     prefill_overlap_tokens: int = 0
     decode_overlap_tokens: int = 0
+    fetch: Fetch | None = None
+
+    @property
+    def ready_tokens(self) -> int:
+        """Prompt tokens that need no computing."""
+        return max(self.prefill_overlap_tokens, self.fetch.tokens if self.fetch else 0)
 
     def explain(self) -> str:
         """The decision in one line."""
@@ -218,6 +232,8 @@ class Placement:
             f"transfer {_ms(told.transfer_s)}) itl={_ms(told.itl_s)}"
         )
         overlap = f"overlap={self.prefill_overlap_tokens}/{self.decode_overlap_tokens} tokens"
+        if self.fetch is not None:
+            overlap += f" fetch={self.fetch.tokens} tokens from {self.fetch.source.name} ({_ms(told.fetch_s)})"
         why = f"{self.reason} ({self.detail})" if self.detail else self.reason
         return f"{self.request_id}: {where} {numbers} {overlap}: {why}"
 

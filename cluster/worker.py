@@ -5,8 +5,9 @@ own: questions and answers are put in, and what has to go out lies in `outbox` a
 of `tandem.wire.encode_envelope`. The loop around it is: put in what came, `prepare`, send the outbox, `tick`, send the
 outbox; `prepare` comes first so that a lease is asked for while the first chunk is computed.
 
-A worker's role says which service accepts work; the rest is the same. Its heartbeat, the load report, is written here:
-a hung step loop has none.
+A worker's role says which service accepts work; the rest is the same. Prompts may come with a hint where their prefix
+lies: then it is fetched while they wait (`cluster.fetching`). The heartbeat, the load report, is written here: a hung
+step loop has none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from cluster.fetching import FetchDestination, FetchLimits, FetchSource
 from decode_node.service import DecodeLimits, DecodeNode
 from engine.engine import Engine
 from kvtransfer.engine import TransferEngine
@@ -35,9 +37,13 @@ from tandem.messages import (
     DropLease,
     Expect,
     FaultInjected,
+    Fetch,
+    FetchPrefix,
+    FinishedEarly,
     Follow,
     Forward,
     FrameFor,
+    HandedOver,
     InjectFault,
     KvEvents,
     LoadReport,
@@ -80,6 +86,7 @@ class WorkerSettings:
     max_num_seqs: int = 64
     prefill: PrefillLimits = field(default_factory=PrefillLimits)
     decode: DecodeLimits = field(default_factory=DecodeLimits)
+    fetch: FetchLimits = field(default_factory=FetchLimits)
     allow_faults: bool = False
     heartbeat_s: float = 0.5
     report_gap_s: float = 0.02
@@ -104,8 +111,10 @@ class Worker:
             self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.prefill
         )
         self.decode = DecodeNode(self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.decode)
+        self.fetches = FetchDestination(self.info, engine, transfers, ask=self._ask, limits=settings.fetch)
+        self.loans = FetchSource(self.info, engine, transfers, reply=self._reply, limits=settings.fetch)
         self._handlers: dict[type, Callable[[int, Any, float], None]] = {
-            Expect: self.decode.expect,
+            Expect: self._expect,
             AskLease: self.decode.ask_lease,
             RenewLease: self.decode.renew,
             Commit: self.decode.commit,
@@ -113,7 +122,8 @@ class Worker:
             Migrate: self.decode.migrate,
             AskMove: self.decode.ask_move,
             Follow: self.decode.follow,
-            Submit: self.prefill.submit,
+            Submit: self._submit,
+            FetchPrefix: self.loans.fetch_prefix,
             Abort: self._abort,
             ReplayPrefixes: self._replay_prefixes,
             SetDraining: self._set_draining,
@@ -134,17 +144,18 @@ class Worker:
         """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
         if self.decode.answered(ask_id, answer, now):
             return
-        self.prefill.answered(ask_id, answer, now)
+        if not self.fetches.answered(ask_id, answer, now):
+            self.prefill.answered(ask_id, answer, now)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
         """Before a step: transfer events, time, and the leases of the prompts that come next."""
+        rooms = (self.prefill, self.decode, self.fetches, self.loans)
         for event in self.transfers.poll():
-            if not self.prefill.transferred(event, now):
-                self.decode.transferred(event, now)
-        self.prefill.tick(now)
-        self.decode.tick(now)
+            any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
+        for room in rooms:
+            room.tick(now)
         self.prefill.prepare(now)
 
     def tick(self, now: float) -> None:
@@ -174,14 +185,15 @@ class Worker:
         return tuple(dict.fromkeys((*self.prefill.request_ids(), *self.decode.request_ids())))
 
     def idle(self) -> bool:
-        return self.prefill.idle() and self.decode.idle() and not self.transfers.in_flight()
+        rooms = (self.prefill, self.decode, self.fetches, self.loans)
+        return all(room.idle() for room in rooms) and not self.transfers.in_flight()
 
     def check(self) -> None:
         """Every room's invariants, and that nothing is held when nothing runs. Raises AssertionError."""
         self.engine.check()
         self.transfers.check()
-        self.prefill.check()
-        self.decode.check()
+        for room in (self.prefill, self.decode, self.fetches, self.loans):
+            room.check()
         if self.idle():
             load = self.engine.load(0.0)
             assert load.live_blocks == 0, f"{self.info.ref.name} is idle with {load.live_blocks} live blocks"
@@ -203,7 +215,23 @@ class Worker:
         return ask_id
 
     def _reply(self, ask_id: int, answer: Answer) -> None:
+        if isinstance(answer, HandedOver | FinishedEarly):
+            brought = self.fetches.brought_tokens(answer.request_id)
+            answer = replace(answer, report=replace(answer.report, fetched_tokens=brought))
         self.outbox.append((ask_id, answer))
+
+    def _submit(self, ask_id: int, submit: Submit, now: float) -> None:
+        self.prefill.submit(ask_id, submit, now)
+        self._fetch(submit.request.request_id, submit.fetch, now)
+
+    def _expect(self, ask_id: int, expect: Expect, now: float) -> None:
+        self.decode.expect(ask_id, expect, now)
+        if expect.prefill is None:
+            self._fetch(expect.request.request_id, expect.fetch, now)
+
+    def _fetch(self, request_id: str, fetch: Fetch | None, now: float) -> None:
+        if fetch is not None:
+            self.fetches.begin(request_id, fetch, now)
 
     def _abort(self, ask_id: int, abort: Abort, now: float) -> None:
         if abort.index is None:
@@ -278,7 +306,8 @@ class _Reports:
             worker.draining,
             worker.kv_events,
             tuple([counters_of(stats) for stats in worker.transfers.stats()]),
-            migrations=worker.decode.migrations,
+            worker.fetches.counters(),
+            worker.decode.migrations,
         )
 
 

@@ -1,6 +1,7 @@
 """What a placement would cost, in seconds, from step times that the workers measured themselves.
 
     prefill on p    queue(p) + T(prompt - overlap(p)) + exposed transfer + hand-over
+                    with a fetch (`cluster.policies.fetching`) the longer of queue and fetch, and a larger overlap
     local on d      the same work in the time that the promises of d's running sequences leave in each step
     tokens on d     a + b * (batch + sequences) + c * (context + sequences * prompt)
 
@@ -17,19 +18,46 @@ from cluster.snapshot import RequestView, Snapshot, WorkerView
 from engine.budget import prompt_tokens_within, step_limit_s
 from engine.hashing import GRANULE
 from engine.step_times import StepShape, predict_s
+from tandem.messages import Fetch, WorkerRef
+
+LEAST_PATIENCE_S = 0.05
+"""A fetch has at least this long, whatever computing would take."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """The first `tokens` of a prompt come from `source` in `cost_s`; computing what that adds would take `saved_s`."""
+
+    source: WorkerRef
+    tokens: int
+    cost_s: float
+    saved_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompt work on one worker. `waiting_s` before its turn, `own_s` for itself (its overlap left out)."""
+    """Prompt work on one worker. `waiting_s` before its turn, `own_s` for itself (its overlap left out, and what is
+    fetched)."""
 
     waiting_s: float
     own_s: float
     tokens: int
+    fetch: FetchPlan | None = None
+
+    @property
+    def fetch_s(self) -> float:
+        return self.fetch.cost_s if self.fetch else 0.0
 
     @property
     def total_s(self) -> float:
-        return self.waiting_s + self.own_s
+        return max(self.waiting_s, self.fetch_s) + self.own_s
+
+    def fetch_order(self) -> Fetch | None:
+        """For whoever computes. Waiting longer than computing would take, once it is its turn, could only lose."""
+        plan = self.fetch
+        if plan is None:
+            return None
+        return Fetch(plan.source, plan.tokens, self.waiting_s + max(LEAST_PATIENCE_S, plan.saved_s))
 
 
 def uncached(request: RequestView, overlap: int) -> int:
@@ -43,9 +71,18 @@ def prompt_s(view: WorkerView, tokens: int, context: float, step_tokens: int) ->
     return per_step * math.ceil(tokens / step_tokens) + per_token * tokens + per_pair * tokens * context
 
 
-def on_prefill(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Work:
-    """The prompt on a worker that does nothing else, behind what is queued there."""
-    overlap, step = snapshot.overlap(view), snapshot.knobs.prefill_step_tokens
+def step_in_hand_s(view: WorkerView, snapshot: Snapshot) -> float:
+    """The most until this worker's step loop looks up from the step it is in."""
+    if view.queued_prefill_tokens:
+        step = snapshot.knobs.decode_step_tokens if view.info.role == "decode" else snapshot.knobs.prefill_step_tokens
+        tokens = min(view.queued_prefill_tokens, step)
+        return prompt_s(view, tokens, tokens / 2, step)
+    return view.load.step_times.decode_s(view.batch, view.context_tokens) if view.batch else 0.0
+
+
+def on_prefill(request: RequestView, view: WorkerView, snapshot: Snapshot, overlap: int) -> Work:
+    """The prompt on a worker that does nothing else, behind what is queued there. `overlap` tokens are there."""
+    step = snapshot.knobs.prefill_step_tokens
     tokens, queued = uncached(request, overlap), view.queued_prefill_tokens
     return Work(
         waiting_s=prompt_s(view, queued, queued / 2, step) if queued else 0.0,
@@ -54,9 +91,9 @@ def on_prefill(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Wo
     )
 
 
-def on_decode(request: RequestView, view: WorkerView, snapshot: Snapshot) -> Work | None:
+def on_decode(request: RequestView, view: WorkerView, snapshot: Snapshot, overlap: int) -> Work | None:
     """The prompt beside running sequences, as slowly as their promises ask. None: a promise would be broken."""
-    overlap, step = snapshot.overlap(view), snapshot.knobs.decode_step_tokens
+    step = snapshot.knobs.decode_step_tokens
     tokens, queued = uncached(request, overlap), view.queued_prefill_tokens
     times, promise_s = view.load.step_times, view.promised.itl_s
     beside = StepShape(decodes=view.batch, decode_context=view.context_tokens)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.policies import estimates
+from cluster.policies import estimates, fetching
 from cluster.policies.candidates import candidates
+from cluster.policies.estimates import Work
 from cluster.snapshot import LOCAL_ALWAYS, LOCAL_ONLY, Estimates, Placement, Refusal, RequestView, Snapshot, WorkerView
 
 
@@ -22,20 +23,23 @@ def pair(
     prefill = None if local or not found.prefill else min(found.prefill, key=rank)
     if prefill is None:
         reason = LOCAL_ALWAYS if local else LOCAL_ONLY
+    work = fetching.on_prefill(request, prefill or decode, fetching.sources(request, snapshot), snapshot)
     return Placement(
         request_id=request.request_id,
         prefill=prefill.info.ref if prefill else None,
         decode=decode.info.ref,
-        estimates=_told(request, prefill, decode, snapshot),
+        estimates=_told(request, work, prefill, decode, snapshot),
         reason=reason,
         prefill_overlap_tokens=snapshot.overlap(prefill or decode),
         decode_overlap_tokens=snapshot.overlap(decode),
+        fetch=work.fetch_order(),
     )
 
 
-def _told(request: RequestView, prefill: WorkerView | None, decode: WorkerView, snapshot: Snapshot) -> Estimates:
+def _told(
+    request: RequestView, work: Work, prefill: WorkerView | None, decode: WorkerView, snapshot: Snapshot
+) -> Estimates:
     """For people and metrics; these policies do not choose by it."""
-    work = estimates.on_prefill(request, prefill or decode, snapshot)
     wire_s = estimates.transfer_s(request, prefill, decode, snapshot) if prefill else 0.0
     exposed_s = estimates.exposed_s(work, wire_s, snapshot) + snapshot.knobs.handover_s if prefill else 0.0
     return Estimates(
@@ -44,4 +48,5 @@ def _told(request: RequestView, prefill: WorkerView | None, decode: WorkerView, 
         queue_s=work.waiting_s,
         prefill_s=work.own_s,
         transfer_s=wire_s,
+        fetch_s=work.fetch_s,
     )

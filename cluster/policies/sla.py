@@ -8,10 +8,11 @@ Pairs (prefill, decode) and, where allowed, decode workers alone (local prefill)
    its own length, which is its price (the cost form of conditional disaggregation, Dynamo's rule made continuous).
 
 A prefix that a worker holds shortens its estimate, and a long queue lengthens it: so affinity yields before it makes a
-hot spot, and no threshold is needed. Of options that cost nearly the same the one with the least to compute wins (a
-prefix that is being computed elsewhere right now is worth waiting for), then the worker chosen longest ago: a burst on
-an idle cluster spreads. Local prefill must win by a margin: an estimate is no measurement, and an
-idle decode worker is wanted for decoding.
+hot spot, and no threshold is needed. A prefix that a peer holds does so too, as far as fetching it is faster than
+computing: a short queue and a fetch may beat the holder's long queue. Of options that cost nearly the same the one with
+the least to compute wins (a prefix that is being computed elsewhere right now is worth waiting for), then the worker
+chosen longest ago: a burst on an idle cluster spreads. Local prefill must win by a margin: an estimate is no
+measurement, and an idle decode worker is wanted for decoding.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cluster.policies import estimates
+from cluster.policies import estimates, fetching
 from cluster.policies.candidates import Candidates, candidates
+from cluster.policies.estimates import Work
 from cluster.snapshot import (
     AT_RISK,
     FASTEST,
+    FETCHED,
     FULL,
     LOCAL_ALWAYS,
     LOCAL_FASTER,
@@ -53,7 +56,7 @@ class Option:
     decode: WorkerView
     told: Estimates
     flaws: tuple[bool, bool, bool]
-    computed_tokens: int
+    work: Work
     tokens_s: float
     """All expected tokens at the estimated ITL."""
     others_lose_s: float
@@ -68,17 +71,20 @@ def choose(request: RequestView, snapshot: Snapshot, now: float) -> Placement | 
     found = candidates(request, snapshot)
     if isinstance(found, Refusal):
         return found
-    remote = _best(_remote_options(request, found, snapshot))
-    local = _best(_local_options(request, found, snapshot, forced=remote is None))
+    peers = fetching.sources(request, snapshot)
+    remote = _best(_remote_options(request, found, peers, snapshot))
+    local = _best(_local_options(request, found, peers, snapshot, forced=remote is None))
     chosen = _prefer(remote, local, snapshot)
     rival = remote if chosen is local else local
     return _placement(request, chosen, rival, snapshot)
 
 
-def _remote_options(request: RequestView, found: Candidates, snapshot: Snapshot) -> Iterator[Option]:
+def _remote_options(
+    request: RequestView, found: Candidates, peers: tuple[WorkerView, ...], snapshot: Snapshot
+) -> Iterator[Option]:
     if snapshot.knobs.local_prefill == "always":
         return
-    works = {view.name: estimates.on_prefill(request, view, snapshot) for view in found.prefill}
+    works = {view.name: fetching.on_prefill(request, view, peers, snapshot) for view in found.prefill}
     prefills = heapq.nsmallest(SHORTLIST, found.prefill, key=lambda view: (works[view.name].total_s, *_turn(view)))
     decodes = _decode_shortlist(request, found, snapshot, prefills)
     for prefill in prefills:
@@ -92,8 +98,9 @@ def _remote_options(request: RequestView, found: Candidates, snapshot: Snapshot)
                 queue_s=work.waiting_s,
                 prefill_s=work.own_s,
                 transfer_s=wire_s,
+                fetch_s=work.fetch_s,
             )
-            yield _option(request, prefill, decode, told, snapshot, others_lose_s=0.0)
+            yield _option(request, prefill, decode, work, told, snapshot, others_lose_s=0.0)
 
 
 def _decode_shortlist(
@@ -109,31 +116,36 @@ def _decode_shortlist(
     return heapq.nsmallest(SHORTLIST, found.decode, key=rank) if prefills else []
 
 
-def _local_options(request: RequestView, found: Candidates, snapshot: Snapshot, *, forced: bool) -> Iterator[Option]:
+def _local_options(
+    request: RequestView, found: Candidates, peers: tuple[WorkerView, ...], snapshot: Snapshot, *, forced: bool
+) -> Iterator[Option]:
     """`forced`: nobody else can compute the prompt, so a broken promise is better than no answer."""
     if snapshot.knobs.local_prefill == "never":
         return
     for view in found.decode:
-        work = estimates.on_decode(request, view, snapshot)
+        work = fetching.on_decode(request, view, peers, snapshot)
+        undisturbed = fetching.on_prefill(request, view, peers, snapshot)
         broken = work is None
         if work is None:
             if not forced:
                 continue
-            work = estimates.on_prefill(request, view, snapshot)
+            work = undisturbed
         told = Estimates(
             ttft_s=work.total_s,
             itl_s=estimates.joined_itl_s(request, view),
             queue_s=work.waiting_s,
             prefill_s=work.own_s,
+            fetch_s=work.fetch_s,
         )
-        lost_s = view.batch * estimates.on_prefill(request, view, snapshot).own_s
-        yield _option(request, None, view, told, snapshot, others_lose_s=lost_s, broken=broken)
+        lost_s = view.batch * undisturbed.own_s
+        yield _option(request, None, view, work, told, snapshot, others_lose_s=lost_s, broken=broken)
 
 
 def _option(
     request: RequestView,
     prefill: WorkerView | None,
     decode: WorkerView,
+    work: Work,
     told: Estimates,
     snapshot: Snapshot,
     *,
@@ -146,8 +158,7 @@ def _option(
         request.ttft_s is not None and told.ttft_s > request.ttft_s,
     )
     tokens_s = request.expected_output_tokens * told.itl_s
-    computed = estimates.uncached(request, snapshot.overlap(prefill or decode))
-    return Option(prefill, decode, told, flaws, computed, tokens_s, others_lose_s)
+    return Option(prefill, decode, told, flaws, work, tokens_s, others_lose_s)
 
 
 def _best(options: Iterable[Option]) -> Option | None:
@@ -160,7 +171,7 @@ def _best(options: Iterable[Option]) -> Option | None:
     cheapest = min(sound, key=lambda option: option.cost_s)
     limit_s = cheapest.cost_s + NEAR * cheapest.told.ttft_s + NEAR_S
     near = (option for option in sound if option.cost_s <= limit_s)
-    return min(near, key=lambda option: (option.computed_tokens, *_pair_turn(option)))
+    return min(near, key=lambda option: (option.work.tokens, *_pair_turn(option)))
 
 
 def _prefer(remote: Option | None, local: Option | None, snapshot: Snapshot) -> Option:
@@ -187,6 +198,7 @@ def _placement(request: RequestView, chosen: Option, rival: Option | None, snaps
         detail="; ".join(_details(chosen, rival)),
         prefill_overlap_tokens=snapshot.overlap(prefill or decode),
         decode_overlap_tokens=snapshot.overlap(decode),
+        fetch=chosen.work.fetch_order(),
     )
 
 
@@ -197,6 +209,8 @@ def _reason(chosen: Option, rival: Option | None, snapshot: Snapshot) -> str:
         return LOCAL_FASTER if rival else LOCAL_ONLY
     if any(chosen.flaws):
         return FULL if chosen.flaws[0] else AT_RISK
+    if chosen.work.fetch is not None:
+        return FETCHED
     return PREFIX if snapshot.overlap(chosen.prefill) or snapshot.overlap(chosen.decode) else FASTEST
 
 

@@ -1,0 +1,352 @@
+"""Both ends of fetching a prefix from a peer, for workers of any role.
+
+    destination                                  source
+      engine: room ─▶ lease open ─▶ FetchPrefix ─▶ engine: which of these blocks are here? retain them
+      prompt waits, others run    ◀─ PrefixComing ─┤
+      blocks enter the cache      ◀══ pushes ══════┘ let go as they are acknowledged
+      prompt goes on, lease closed
+
+Decisions of the destination are `fetch.advance`'s. The source sends in order, several blocks a push, so that what came
+before a deadline counts, and after all hand-overs: those make somebody wait for a token. Blocks of either end that a
+transfer may touch have it as an owner until it says that it is done (`PushDone`, `Quiet`); a peer that leaves us
+waiting for `Quiet` is cut off. Nothing here can fail a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from cluster import fetch as f
+from cluster.fetch import Arrival, Stage
+from engine.engine import Engine
+from kvtransfer import types as kv
+from kvtransfer.engine import TransferEngine
+from kvtransfer.errors import TransferError
+from kvtransfer.select import choose
+from tandem.messages import (
+    Answer,
+    Code,
+    Declined,
+    Fetch,
+    FetchCounters,
+    FetchPrefix,
+    PrefixComing,
+    Question,
+    WorkerInfo,
+    WorkerRef,
+)
+
+log = logging.getLogger(__name__)
+
+AFTER_HANDOVERS = 1
+"""Priority of the pushes; smaller ones go first."""
+REMEMBERED = 1024
+"""Requests whose fetched tokens are kept for their report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    most_fetches: int = 8
+    """At once, as a destination; more prompts are computed."""
+    most_lent: int = 8
+    """At once, as a source; more questions are declined."""
+    push_bytes: int = 8 << 20
+    quiet_patience_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One fetch: its state machine, and the blocks that the transfer may write to."""
+
+    key: kv.LeaseKey
+    arrival: Arrival
+    blocks: tuple[int, ...]
+    closed_s: float | None = None
+    cut: bool = False
+
+
+class FetchDestination:
+    """One thread, the step loop's; no I/O of its own. `ask` sends a question and returns its number."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        transfers: TransferEngine,
+        *,
+        ask: Callable[[WorkerRef, Question], int],
+        limits: FetchLimits = FetchLimits(),
+    ) -> None:
+        self._info = info
+        self._engine = engine
+        self._transfers = transfers
+        self._ask = ask
+        self._limits = limits
+        self._flights: dict[kv.LeaseKey, _Flight] = {}
+        self._asked: dict[int, _Flight] = {}
+        self._generations = count(1)
+        self._counters: dict[str, FetchCounters] = {}
+        self._brought: OrderedDict[str, int] = OrderedDict()
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str, fetch: Fetch, now: float) -> bool:
+        """Ask for the prefix of a request that was just queued in the engine. False: it will be computed."""
+        if len(self._flights) >= self._limits.most_fetches or fetch.source == self._info.ref:
+            return False
+        if self._transfers.cooling_s(fetch.source.peer) > 0:
+            return False
+        room = self._engine.fetch(request_id, fetch.tokens)
+        if room is None:
+            return False
+        me, size = self._info, self._engine.info.block_bytes
+        key = kv.LeaseKey(f"{request_id}<{fetch.source.peer}@{me.ref.peer}", next(self._generations))
+        try:
+            self._transfers.open(key, fetch.source.peer, [kv.Span(block * size, size) for block in room.block_ids])
+        except TransferError as error:
+            log.info("%s: no fetch from %s: %s", request_id, fetch.source.name, error)
+            self._engine.fetch_over(request_id)
+            return False
+        self._engine.retain(room.block_ids)
+        arrival = Arrival(
+            request_id=request_id,
+            source=fetch.source,
+            wanted_blocks=len(room.block_ids),
+            asked_s=now,
+            deadline_s=now + fetch.patience_s,
+        )
+        flight = self._flights[key] = _Flight(key, arrival, room.block_ids)
+        question = FetchPrefix(
+            key.lease_id,
+            key.generation,
+            room.keys,
+            me.ref,
+            self._transfers.addresses(),
+            me.model_digest,
+            me.layout,
+            fetch.patience_s,
+        )
+        self._asked[self._ask(fetch.source, question)] = flight
+        return True
+
+    def answered(self, ask_id: int, answer: Answer, now: float) -> bool:
+        """False: not an answer to a question of ours."""
+        flight = self._asked.pop(ask_id, None)
+        if flight is not None:
+            self._advance(flight, f.Answered(answer), now)
+        return flight is not None
+
+    # -- the loop's calls -------------------------------------------------------------------------------------------
+
+    def transferred(self, event: kv.TransferEvent, now: float) -> bool:
+        """An event of the transfer engine; False: not about a lease of ours."""
+        if isinstance(event, kv.PeerLost):
+            for waiting in tuple(self._flights.values()):
+                if waiting.arrival.source.peer == event.peer:
+                    self._advance(waiting, f.PeerLost(event.reason), now)
+            return False
+        flight = self._flights.get(event.key)
+        if flight is None:
+            return False
+        match event:
+            case kv.Received(first=first, count=blocks):
+                self._advance(flight, f.Received(first, blocks), now)
+            case kv.ReceiveFailed(reason=reason):
+                self._advance(flight, f.ReceiveFailed(reason), now)
+            case kv.Quiet():
+                self._engine.unretain(flight.blocks)
+                del self._flights[flight.key]
+                self._advance(flight, f.Quiet(), now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """What time alone brings, and what the engine ended without us."""
+        for flight in tuple(self._flights.values()):
+            waits = self._engine.fetching(flight.arrival.request_id)
+            self._advance(flight, f.Tick() if waits else f.RequestEnded(), now)
+            if flight.closed_s is not None and now >= flight.closed_s + self._limits.quiet_patience_s:
+                if not flight.cut:
+                    self._transfers.cut(flight.arrival.source.peer)
+                flight.cut = True
+
+    # -- what others ask ------------------------------------------------------------------------------------------
+
+    def counters(self) -> tuple[FetchCounters, ...]:
+        """By source, since the start."""
+        return tuple(self._counters.values())
+
+    def brought_tokens(self, request_id: str) -> int:
+        """What came for this request; told once."""
+        return self._brought.pop(request_id, 0)
+
+    def idle(self) -> bool:
+        return not self._flights
+
+    def check(self) -> None:
+        """Raises AssertionError when books and machines disagree."""
+        for key, flight in self._flights.items():
+            stage = flight.arrival.stage
+            assert stage is not Stage.CLOSED, f"{key} is closed but kept"
+            assert (flight.closed_s is not None) == (stage is Stage.ENDING), f"{key} is {stage}, closed or not"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, flight: _Flight, event: f.Event, now: float) -> None:
+        flight.arrival, effects = f.advance(flight.arrival, event, now)
+        for effect in effects:
+            match effect:
+                case f.Enter(blocks=blocks):
+                    self._engine.fetched(flight.arrival.request_id, blocks)
+                case f.Resume():
+                    self._engine.fetch_over(flight.arrival.request_id)
+                    self._count(flight.arrival)
+                case f.Close():
+                    self._transfers.close(flight.key)
+                    flight.closed_s = now
+
+    def _count(self, arrival: Arrival) -> None:
+        source, blocks = arrival.source.name, arrival.arrived_blocks
+        before = self._counters.get(source, FetchCounters(source))
+        self._counters[source] = replace(
+            before,
+            fetches=before.fetches + (blocks > 0),
+            blocks=before.blocks + blocks,
+            kv_bytes=before.kv_bytes + blocks * self._engine.info.block_bytes,
+            seconds=before.seconds + (arrival.arrived_s - arrival.asked_s if blocks else 0.0),
+            failed=before.failed + (not arrival.whole),
+        )
+        if arrival.reason:
+            told = f"{blocks} of {arrival.wanted_blocks} blocks came"
+            log.info("%s: fetch from %s ended early, %s: %s", arrival.request_id, source, told, arrival.reason)
+        self._brought[arrival.request_id] = blocks * self._engine.info.block_size
+        while len(self._brought) > REMEMBERED:
+            self._brought.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Loan:
+    """Blocks under way to one destination, by push."""
+
+    destination: WorkerRef
+    pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    withdrawn_s: float | None = None
+    cut: bool = False
+
+
+class FetchSource:
+    """One thread, the step loop's; no I/O of its own."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        transfers: TransferEngine,
+        *,
+        reply: Callable[[int, Answer], None],
+        limits: FetchLimits = FetchLimits(),
+    ) -> None:
+        self._info = info
+        self._engine = engine
+        self._transfers = transfers
+        self._reply = reply
+        self._limits = limits
+        self._loans: dict[kv.LeaseKey, _Loan] = {}
+
+    def fetch_prefix(self, ask_id: int, question: FetchPrefix, now: float) -> None:
+        """Send what is here of it, or say at once why not."""
+        self._reply(ask_id, self._refuse(question) or self._lend(question, now))
+
+    def transferred(self, event: kv.TransferEvent, now: float) -> bool:
+        """An event of the transfer engine; False: not about a push of ours."""
+        if isinstance(event, kv.PeerLost):
+            return False
+        loan = self._loans.get(event.key)
+        if loan is None:
+            return False
+        match event:
+            case kv.PushDone(push_id=push_id):
+                self._engine.unretain(loan.pushes.pop(push_id))
+                if not loan.pushes and loan.withdrawn_s is None:
+                    del self._loans[event.key]
+            case kv.PushFailed():
+                self._withdraw(event.key, loan, now)
+            case kv.Quiet():
+                for blocks in loan.pushes.values():
+                    self._engine.unretain(blocks)
+                del self._loans[event.key]
+        return True
+
+    def tick(self, now: float) -> None:
+        """Cut off who never falls silent."""
+        for loan in tuple(self._loans.values()):
+            overdue = loan.withdrawn_s is not None and now >= loan.withdrawn_s + self._limits.quiet_patience_s
+            if overdue and not loan.cut:
+                loan.cut = True
+                self._transfers.cut(loan.destination.peer)
+
+    def idle(self) -> bool:
+        return not self._loans
+
+    def check(self) -> None:
+        """Raises AssertionError when something is kept for nobody."""
+        for key, loan in self._loans.items():
+            assert loan.pushes or loan.withdrawn_s is not None, f"{key} is lent nothing and kept"
+
+    def _refuse(self, question: FetchPrefix) -> Declined | None:
+        me = self._info
+        for what, theirs, ours in (
+            ("model digest", question.model_digest, me.model_digest),
+            ("layout", question.layout, me.layout),
+        ):
+            if theirs != ours:
+                message = f"{what} is {theirs} there but {ours} here"
+                return Declined(Code.MISMATCH, message, by=me.ref.name)
+        if len(self._loans) >= self._limits.most_lent:
+            return Declined(Code.NO_ROOM, f"{len(self._loans)} prefixes are being sent already", by=me.ref.name)
+        if kv.LeaseKey(question.fetch_id, question.generation) in self._loans:
+            return Declined(Code.STALE, f"{question.fetch_id} is being sent already", by=me.ref.name)
+        return None
+
+    def _lend(self, question: FetchPrefix, now: float) -> Answer:
+        peer, theirs = question.destination.peer, dict(question.transports)
+        try:
+            scheme = choose(dict(self._transfers.addresses()), theirs)
+            self._transfers.connect(peer, scheme, theirs[scheme])
+        except TransferError as error:
+            return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=self._info.ref.name)
+        blocks = self._engine.retain_prefix(question.keys)
+        if not blocks:
+            return Declined(Code.NOT_FOUND, "none of these blocks is here any more", by=self._info.ref.name)
+        key = kv.LeaseKey(question.fetch_id, question.generation)
+        loan, size = _Loan(question.destination), self._engine.info.block_bytes
+        most = max(1, self._limits.push_bytes // size)
+        for first in range(0, len(blocks), most):
+            part = blocks[first : first + most]
+            try:
+                push_id = self._transfers.push(
+                    key,
+                    peer,
+                    first,
+                    [kv.Span(block * size, size) for block in part],
+                    scheme=scheme,
+                    priority=AFTER_HANDOVERS,
+                    deadline_s=question.patience_s,
+                )
+            except TransferError as error:  # none can go when one cannot
+                self._engine.unretain(blocks[first:])
+                if first:
+                    self._loans[key] = loan
+                    self._withdraw(key, loan, now)
+                return Declined(Code.UNAVAILABLE, str(error), by=self._info.ref.name)
+            loan.pushes[push_id] = part
+        self._loans[key] = loan
+        return PrefixComing(question.fetch_id, len(blocks))
+
+    def _withdraw(self, key: kv.LeaseKey, loan: _Loan, now: float) -> None:
+        if loan.withdrawn_s is None:
+            loan.withdrawn_s = now
+            self._transfers.withdraw(key)

@@ -26,6 +26,7 @@ from engine.types import Request, SamplingParams, StepResult
 
 PROMPT_TOKENS = 32
 TURN_STEPS = 25
+COLD_STEPS = 5
 ROUNDS, PROBE_STEPS, PROBE_CONTEXT = 6, 12, 150
 
 
@@ -41,6 +42,8 @@ class Run:
     """Seconds of steps of decodes alone, by batch size."""
     prompt_s: list[float] = field(default_factory=list)
     """Seconds per token of steps of prompts alone."""
+    errors: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of the step-time model's predictions before each step, relative, by whether the step has prompt work."""
 
     def turn(self) -> bool:
         """Some steps; False when all requests have ended."""
@@ -60,6 +63,9 @@ class Run:
         if not chunks:
             return
         sizes = {len(chunk.token_ids) > 1 for chunk in chunks}
+        assert result is not None
+        kind = "prefill" if True in sizes else "decode"
+        self.errors[kind].append(abs(result.plan.predicted_s / result.duration_s - 1))
         if sizes == {False}:
             self.decode_s[len(chunks)].append(seconds)
         elif sizes == {True}:
@@ -174,10 +180,12 @@ def report(continuous: Run, static: Run, lengths: tuple[int, ...], seats: int) -
     print("step of decodes alone, ms by batch: " + "  ".join(f"{size}: {s * 1e3:.1f}" for size, s in times.items()))
     print(f"prompts alone: {1 / prompt_s:.0f} tokens/s")
     for name, run in (("continuous", continuous), ("static", static)):
-        model = run.engine.load(0.0).step_times
+        print(f"{name:>10}: {run.seconds:7.2f} s  {run.steps:5} steps  {tokens / run.seconds:7.1f} tokens/s")
+    for kind, errors in continuous.errors.items():
+        deciles = statistics.quantiles(errors[COLD_STEPS:], n=10)
         print(
-            f"{name:>10}: {run.seconds:7.2f} s  {run.steps:5} steps  {tokens / run.seconds:7.1f} tokens/s"
-            f"   step-time model errs by {model.decode_error:.1%} (decode), {model.prefill_error:.1%} (prefill)"
+            f"continuous step times of {kind}: predicted within {deciles[4]:.1%} (median) and {deciles[8]:.1%} (nine in"
+            f" ten) of {len(errors) - COLD_STEPS} steps, the first {COLD_STEPS} left out"
         )
     ideal_static, ideal_continuous = (
         ideal(lengths, seats, times, prompt_s) for ideal in (ideal_static_s, ideal_continuous_s)
@@ -189,6 +197,9 @@ def report(continuous: Run, static: Run, lengths: tuple[int, ...], seats: int) -
         "bench": "batching",
         "ratios": {name: round(value, 4) for name, value in ratios.items()},
         "tokens_per_s": round(tokens / continuous.seconds, 1),
+        "step_time_error": {
+            kind: round(statistics.median(errors[COLD_STEPS:]), 4) for kind, errors in continuous.errors.items()
+        },
     }
     print(json.dumps(line))
 

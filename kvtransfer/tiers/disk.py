@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtransfer.tiers import block_file
@@ -142,13 +142,17 @@ class DiskTier:
         self._submit(Job(work, self._clock() + self._timeout_s, ended))
         return True
 
-    def read(self, key: bytes, into: memoryview, deadline_s: float, done: Done) -> None:
-        """Begin to fill `into`, which is the reader's again with `done`."""
+    def read(
+        self, key: bytes, into: memoryview, deadline_s: float, done: Done, *, next_keys: Sequence[bytes] = ()
+    ) -> None:
+        """Begin to fill `into`, which is the reader's again with `done`. `next_keys` will be asked for soon."""
         took_s = [0.0]
 
         def work() -> None:
             started_s = time.perf_counter()
             corrupt = self.faults.pass_through("read")
+            for later in next_keys:
+                block_file.expect(self._root, later)
             block_file.read(self._root, key, into, self._fingerprint)
             if corrupt:
                 raise block_file.Damaged("was corrupted on purpose")

@@ -32,6 +32,8 @@ HIGH, LOW = 0.9, 0.8
 """Shares of the host tier: above the first, its coldest blocks are written to disk until it is at the second."""
 STAGING_BLOCKS = 16
 SPILLED_TOGETHER = 64
+EXPECTED_BLOCKS = 8
+"""How far ahead of a read the system is told what will be read."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class _Load:
     wanted: list[int]
     """Indexes still to be read from disk."""
     staged: dict[int, int] = field(default_factory=dict)
+    reads: int = 0
     delivered: int = 0
     failed: set[int] = field(default_factory=set)
     closed: bool = False
@@ -303,10 +306,15 @@ class TierStore:
         """Give free staging buffers to loads that wait for the disk, the oldest first."""
         for load in self._loads.values():
             while load.wanted and self._free_staging and not load.ended and self._disk is not None:
-                self._read(load, load.wanted.pop(0), self._free_staging.pop())
+                self._read(load, self._free_staging.pop())
 
-    def _read(self, load: _Load, index: int, buffer: int) -> None:
+    def _read(self, load: _Load, buffer: int) -> None:
         assert self._disk is not None
+        index, *later = load.wanted[: 1 + EXPECTED_BLOCKS]
+        del load.wanted[0]
+        if load.reads:
+            later = later[EXPECTED_BLOCKS - 1 :]
+        load.reads += 1
 
         def done(arrived: bool) -> None:
             if load.closed or not arrived:
@@ -316,7 +324,9 @@ class TierStore:
             else:
                 load.staged[index] = buffer
 
-        self._disk.read(load.keys[index], self._buffer(buffer), load.deadline_s, done)
+        self._disk.read(
+            load.keys[index], self._buffer(buffer), load.deadline_s, done, next_keys=[load.keys[i] for i in later]
+        )
 
     def _buffer(self, number: int) -> memoryview:
         return self._staging[number * self.block_bytes : (number + 1) * self.block_bytes]

@@ -12,7 +12,8 @@ Each step has `max_num_batched_tokens` tokens and `max_num_seqs` seats to give:
    time that it would take alone.
 4. A waiting sequence enters when blocks for all its tokens are there, and one more for each running sequence to grow.
    One for which there is no room lets at most `MOST_PASSES` later ones go first, none once it was preempted. One whose
-   next block is just being computed by another sequence waits for it, and finds it in the prefix cache.
+   next block is just being computed by another sequence waits for it, and finds it in the prefix cache; one whose next
+   blocks lie in a lower tier waits for them where that is faster than computing them (`engine.tiering`).
 
 With `batching` static, a batch is admitted when the last one has ended: its prompts are computed first, then all rows
 decode, the finished ones too, until the last has ended. Whom another worker hands over meanwhile is in the next batch.

@@ -142,6 +142,8 @@ class TimeoutsSection:
     suspect_s: float = 2.0
     fence_s: float = 6.0
     lease_s: float = 10.0
+    quiet_s: float = 5.0
+    """What a transfer that was told to end may take to do so; then its pair's links are cut."""
     connect_s: float = 2.0
     request_s: float = 600.0
     """For classes that name no timeout; `load_config` writes it into them."""

@@ -318,6 +318,7 @@ _TIMEOUTS = Section(
         "suspect": Setting("suspect_s", duration),
         "fence": Setting("fence_s", duration),
         "lease": Setting("lease_s", duration),
+        "quiet": Setting("quiet_s", duration),
         "connect": Setting("connect_s", duration),
         "request": Setting("request_s", duration),
         "start": Setting("start_s", duration),

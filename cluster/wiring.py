@@ -8,6 +8,7 @@ from cluster import tiers
 from cluster.config import TandemConfig, engine_config
 from cluster.control import ControlSettings
 from cluster.dispatch import Limits
+from cluster.fetching import FetchLimits
 from cluster.gateway import GatewaySettings
 from cluster.ipc import RankSettings
 from cluster.worker import WorkerSettings
@@ -34,7 +35,7 @@ def rank_settings(
 ) -> RankSettings:
     """Of the worker `name`, whose checkpoint lies at `model`. Control adds its incarnation, address and endpoint."""
     role = role_of(name)
-    pool = config.pools.of(role)
+    pool, quiet_s = config.pools.of(role), config.timeouts.quiet_s
     worker = WorkerSettings(
         name=name,
         incarnation="",
@@ -42,8 +43,9 @@ def rank_settings(
         address="",
         model=config.model.name,
         max_num_seqs=pool.max_num_seqs,
-        prefill=PrefillLimits(tokens_per_step=pool.max_num_batched_tokens),
-        decode=DecodeLimits(lease_s=config.timeouts.lease_s),
+        prefill=PrefillLimits(tokens_per_step=pool.max_num_batched_tokens, quiet_patience_s=quiet_s),
+        decode=DecodeLimits(lease_s=config.timeouts.lease_s, quiet_patience_s=quiet_s),
+        fetch=FetchLimits(quiet_patience_s=quiet_s),
         allow_faults=allow_faults,
         heartbeat_s=config.timeouts.heartbeat_s,
     )

@@ -18,7 +18,7 @@ CONFIG = replace(
         prefill=PoolSection(count=2, threads=3, max_num_batched_tokens=128, batching="static", chunked_prefill=False),
         decode=PoolSection(max_num_seqs=5, preemption="swap", swap_bytes=1 << 20),
     ),
-    timeouts=TimeoutsSection(heartbeat_s=0.1, fence_s=1.5, lease_s=4.0, connect_s=0.7),
+    timeouts=TimeoutsSection(heartbeat_s=0.1, fence_s=1.5, lease_s=4.0, quiet_s=1.2, connect_s=0.7),
 )
 
 
@@ -36,6 +36,8 @@ def test_a_worker_is_told_its_own_pool(role: str) -> None:
     assert from_json(to_json(rank)).engine == rank.engine, "as the rank process reads it"
     assert rank.worker.heartbeat_s == 0.1
     assert rank.worker.decode.lease_s == 4.0
+    limits = (rank.worker.prefill, rank.worker.decode, rank.worker.fetch)
+    assert {limit.quiet_patience_s for limit in limits} == {1.2}
     assert not rank.worker.allow_faults
     assert rank.host == "127.0.0.1"
 

@@ -77,13 +77,18 @@ static inline u16x16 to_half(f32x16 v) {
 }
 #endif
 
+static inline u32x16 wide16(const void* p) { return __builtin_convertvector(load<u16x16>((const uint16_t*)p), u32x16); }
 static inline f32x16 from_bf16(const void* p) {
-    return (f32x16)(__builtin_convertvector(load<u16x16>((const uint16_t*)p), u32x16) << 16);
+    return (f32x16)(wide16(p) << 16);
 }
 // To the nearest, ties to even.
 static inline u16x16 to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
     u32x16 bits = (u32x16)v;
     return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, u16x16);
+#endif
 }
 
 // sums[i] += four unsigned codes of lane i times four signed activations, the same for every lane.

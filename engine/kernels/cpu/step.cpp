@@ -76,7 +76,7 @@ struct Runner {
         inner.resize(tokens * 2 * model.inner);
         codes.resize(tokens * widest * 2);
         halves.resize(tokens * widest);
-        scales.resize(tokens * widest / GROUP);
+        scales.resize(tokens);
         sums.resize(tokens * widest / GROUP);
         prepared = {codes.data(), scales.data(), sums.data(), halves.data()};
     }
@@ -126,8 +126,7 @@ struct Walk {
         each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
         products(heads, tokens);
         each(REST, tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
-        each(ATTENTION, (int)r.attention.pieces.size(),
-             [&](int i) { attend(r.attention.pieces[i], index, (int)l.window); });
+        each(ATTENTION, r.attention.items(), [&](int i) { r.attention.attend(i, index, (int)l.window, qkv, mixed); });
         each(REST, tokens, [&](int t) {
             float* row = mixed + (int64_t)t * r.heads_width();
             r.attention.merge(t, row);
@@ -225,13 +224,6 @@ struct Walk {
         return after[-1];
     }
 
-    void attend(const Piece& piece, int layer, int window) {
-        float *qkv = r.qkv.data(), *mixed = r.mixed.data();
-        if (m.head_dim == 64) r.attention.attend<64>(piece, layer, window, qkv, mixed);
-        else if (m.head_dim == 128) r.attention.attend<128>(piece, layer, window, qkv, mixed);
-        else r.attention.attend<0>(piece, layer, window, qkv, mixed);
-    }
-
     // silu(gate) * up, over the gate.
     static void gate(float* row, int size) {
         for (int i = 0; i < size; i += 16) {
@@ -262,7 +254,7 @@ void cpu_step_run(void* handle, const Step* step) {
     a.heads = m.heads;
     a.qkv_stride = runner.qkv_width();
     a.scale = m.scale;
-    a.plan(step->num_tokens, step->num_spans);
+    a.plan(step->num_tokens, step->num_spans, runner.team.size());
     std::atomic<bool> first{true};
     runner.team.run([&] {
         Walk walk(runner, *step, first.exchange(false));

@@ -136,6 +136,8 @@ class DiskTier:
 
         def ended(error: Exception | None) -> None:
             self._writing.discard(key)
+            if error is not None:  # It may never have begun: what it was to remove goes all the same.
+                self._leave([victim for victim in victims if not self.has(victim)])
             self._wrote(key, error)
             done(error is None)
 
@@ -285,7 +287,7 @@ class DiskTier:
         found: list[bytes] = []
 
         def work() -> None:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = _locked(self._root / "lock")
             found[:] = block_file.scan(self._root, self._block_bytes, self._fingerprint)

@@ -212,6 +212,18 @@ def test_a_disk_that_refuses_rests_longer_each_time_and_is_used_again(
     assert len([line for line in caplog.records if os.strerror(code) in line.message]) == 1, "one line for both"
 
 
+def test_what_a_write_was_to_displace_goes_even_when_the_write_never_begins(rig: Rig) -> None:
+    for number in range(8):
+        assert rig.write(number)
+    told: list[bool] = []
+    assert rig.tier.takes_writes
+    rig.tier._timeout_s = 0.0
+    assert rig.tier.write(key(9), block(9), checksum(block(9)), told.append)
+    rig.turn()
+    assert told == [False]
+    assert rig.files() == len(rig.tier) == 7
+
+
 def test_a_folder_that_is_lost_while_it_is_in_use_costs_blocks_and_nothing_else(rig: Rig) -> None:
     assert rig.write(0)
     moved = rig.root.rename(rig.root.parent / "moved")

@@ -124,12 +124,11 @@ def _local_options(
         return
     for view in found.decode:
         work = fetching.on_decode(request, view, peers, snapshot)
-        undisturbed = fetching.on_prefill(request, view, peers, snapshot)
         broken = work is None
         if work is None:
             if not forced:
                 continue
-            work = undisturbed
+            work = fetching.on_prefill(request, view, peers, snapshot)
         told = Estimates(
             ttft_s=work.total_s,
             itl_s=estimates.joined_itl_s(request, view),
@@ -137,7 +136,8 @@ def _local_options(
             prefill_s=work.own_s,
             fetch_s=work.fetch_s,
         )
-        lost_s = view.batch * undisturbed.own_s
+        ready = request.prompt_tokens - work.tokens
+        lost_s = view.batch * estimates.on_prefill(request, view, snapshot, ready).own_s
         yield _option(request, None, view, work, told, snapshot, others_lose_s=lost_s, broken=broken)
 
 
@@ -162,7 +162,8 @@ def _option(
 
 
 def _best(options: Iterable[Option]) -> Option | None:
-    """Fewest flaws, then cheapest; of nearly equal ones the least to compute, then whoever was chosen longest ago."""
+    """Fewest flaws, then cheapest; of nearly equal ones the least to compute, then one without a fetch, then whoever
+    was chosen longest ago."""
     listed = list(options)
     if not listed:
         return None
@@ -171,7 +172,7 @@ def _best(options: Iterable[Option]) -> Option | None:
     cheapest = min(sound, key=lambda option: option.cost_s)
     limit_s = cheapest.cost_s + NEAR * cheapest.told.ttft_s + NEAR_S
     near = (option for option in sound if option.cost_s <= limit_s)
-    return min(near, key=lambda option: (option.work.tokens, *_pair_turn(option)))
+    return min(near, key=lambda option: (option.work.tokens, option.work.fetch_s > 0, *_pair_turn(option)))
 
 
 def _prefer(remote: Option | None, local: Option | None, snapshot: Snapshot) -> Option:

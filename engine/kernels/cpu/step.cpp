@@ -43,6 +43,7 @@ struct Step {
 namespace {
 
 enum Kind { PRODUCTS, ATTENTION, REST };
+constexpr int TOKENS_AHEAD = 4;
 
 struct Product {
     const Weight* weight;
@@ -106,8 +107,17 @@ struct Walk {
         lap(kind);
     }
 
+    // Neighbouring rows by the handful: fewer turns, and memory is written in runs.
+    template <class Body> void each_row(int rows, const Body& body) {
+        const int handful = std::max(1, rows / (r.team.size() * 16));
+        each(REST, (rows + handful - 1) / handful, [&](int item) {
+            const int end = std::min(rows, (item + 1) * handful);
+            for (int row = item * handful; row < end; row++) body(row);
+        });
+    }
+
     void all() {
-        each(REST, step.num_tokens, [&](int t) { unpack_row(m.embedding, step.tokens[t], &r.x[(int64_t)t * m.hidden]); });
+        each_row(step.num_tokens, [&](int t) { unpack_row(m.embedding, step.tokens[t], &r.x[(int64_t)t * m.hidden]); });
         for (int i = 0; i < m.num_layers; i++) layer(i);
         logits();
     }
@@ -123,19 +133,19 @@ struct Walk {
         const Product wide[] = {{&l.gate, inner, 2 * m.inner, Into::SET}, {&l.up, inner + m.inner, 2 * m.inner, Into::SET}};
         const Product down[] = {{&l.down, x, hidden, Into::ADD}};
 
-        each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
+        each_row(tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
         products(heads, tokens);
-        each(REST, tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
+        each_row(tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
         each(ATTENTION, r.attention.items(), [&](int i) { r.attention.attend(i, index, (int)l.window, qkv, mixed); });
-        each(REST, tokens, [&](int t) {
+        each_row(tokens, [&](int t) {
             float* row = mixed + (int64_t)t * r.heads_width();
             r.attention.merge(t, row);
             ready(row, r.heads_width(), t, output);
         });
         products(output, tokens);
-        each(REST, tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.post_norm, t, wide); });
+        each_row(tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.post_norm, t, wide); });
         products(wide, tokens);
-        each(REST, tokens, [&](int t) {
+        each_row(tokens, [&](int t) {
             float* row = inner + (int64_t)t * 2 * m.inner;
             gate(row, m.inner);
             ready(row, m.inner, t, down);
@@ -146,7 +156,7 @@ struct Walk {
     void logits() {
         if (!step.num_rows) return;
         const Product head[] = {{&m.head, step.logits, m.head.outputs, Into::SET}};
-        each(REST, step.num_rows, [&](int i) { norm(&r.x[(int64_t)step.rows[i] * m.hidden], m.norm, i, head); });
+        each_row(step.num_rows, [&](int i) { norm(&r.x[(int64_t)step.rows[i] * m.hidden], m.norm, i, head); });
         products(head, step.num_rows);
     }
 
@@ -192,19 +202,35 @@ struct Walk {
 
     void rotate_and_write(const Layer& l, int index, int token, float* row) {
         const int dim = m.head_dim;
+        ask_for_kept(token + TOKENS_AHEAD, index);
         for (int head = 0; head < m.heads + m.kv_heads; head++) {
             const float* weight = head < m.heads ? l.q_norm : l.k_norm;
             if (weight) rms_norm(row + head * dim, weight, dim, row + head * dim);
             rotate(row + head * dim, step.cos + (int64_t)token * dim, step.sin + (int64_t)token * dim);
         }
-        const Span& span = span_of(token);
-        const int position = span.start + token - span.first, size = step.pool.block_size;
-        const int64_t block = step.tables[span.table + position / size];
         for (int head = 0; head < m.kv_heads; head++) {
             for (int value = 0; value < 2; value++) {
                 const float* from = row + (m.heads + value * m.kv_heads + head) * dim;
-                uint8_t* to = step.pool.at(block, head, index, value, position % size);
+                uint8_t* to = kept(token, head, index, value);
                 for (int i = 0; i < dim; i += 16) pool_store(step.pool, to, i, load<f32x16>(from + i));
+            }
+        }
+    }
+
+    // Where a token's key (0) or value (1) lies in the pool.
+    uint8_t* kept(int token, int head, int layer, int value) const {
+        const Span& span = span_of(token);
+        const int position = span.start + token - span.first, size = step.pool.block_size;
+        return step.pool.at(step.tables[span.table + position / size], head, layer, value, position % size);
+    }
+
+    // No cache holds a fresh block. Asked for some tokens ahead, its lines are there when they are written.
+    void ask_for_kept(int token, int layer) const {
+        const int64_t bytes = m.head_dim * step.pool.item_bytes();
+        for (int head = 0; token < step.num_tokens && head < m.kv_heads; head++) {
+            for (int64_t line = 0; line < bytes; line += 64) {
+                __builtin_prefetch(kept(token, head, layer, 0) + line, 1);
+                __builtin_prefetch(kept(token, head, layer, 1) + line, 1);
             }
         }
     }

@@ -240,6 +240,7 @@ class Flight:
             moves=self.attempt.moves if self.attempt else 0,
             placement_reason=placement.reason if placement else "",
             placement_detail=placement.detail if placement else "",
+            fetch=_fetch_decision(placement),
             attempts=self.attempts,
             placed_s=None if self.placed_s is None else self.placed_s - start,
             ttft_s=None if self.first_s is None else self.first_s - start,
@@ -477,6 +478,12 @@ class Dispatch:
         for result in results:
             if isinstance(result, BaseException):
                 log.error("%s: could not tell of its end: %r", request_id, result)
+
+
+def _fetch_decision(placement: Placement | None) -> str:
+    if placement is None or not (placement.fetch or placement.fetch_forgone):
+        return ""
+    return "chosen" if placement.fetch else "forgone"
 
 
 async def _answer(asked: Awaitable[Answer]) -> Answer:

@@ -221,6 +221,7 @@ def _served_by(outcome: Outcome, seed: int) -> pb.ServedBy:
         kv_bytes=report.kv_bytes,
         kv_blocks=report.kv_blocks,
         prefill_cached_tokens=report.prefill_cached_tokens,
+        fetched_tokens=report.fetched_tokens,
         decode_held_tokens=report.decode_held_tokens,
         computed_tokens=report.computed_tokens,
         queue_s=report.queue_s,

@@ -22,7 +22,7 @@ from cluster.membership import Health
 from cluster.outcome import Outcome
 from cluster.snapshot import REASONS
 from engine.types import EngineLoad
-from tandem.messages import Code, LoadReport, MigrationCounters, TransferCounters
+from tandem.messages import Code, FetchCounters, LoadReport, MigrationCounters, TransferCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -55,6 +55,9 @@ class Metrics:
         self._tokens = self._counter("tokens", "Tokens by kind: prompt, completion, cached", "kind", "sla_class")
         self._placements = self._counter("placements", "Requests placed, by the router's reason", "reason")
         self._retries = self._counter("placement_retries", "Placements after the first one of a request")
+        self._fetches = self._counter(
+            "prefix_fetches", "Requests whose prefix a peer held: fetching it was chosen, or forgone", "decision"
+        )
         self._handovers = self._counter("handovers", "Requests whose KV moved, by transport", "transport")
         self._moved = self._counter("handover_kv_bytes", "KV bytes moved, by transport", "transport")
         self._moves = self._counter("request_moves", "How often requests went on at another decode worker")
@@ -136,6 +139,8 @@ class Metrics:
         if outcome.placement_reason:
             reason = outcome.placement_reason if outcome.placement_reason in REASONS else UNKNOWN
             self._placements.labels(reason).inc()
+        if outcome.fetch:
+            self._fetches.labels(outcome.fetch).inc()
         if outcome.attempts > 1:
             self._retries.inc(outcome.attempts - 1)
 
@@ -172,6 +177,7 @@ class _Shown:
     load: EngineLoad | None = None
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
+    fetches: tuple[FetchCounters, ...] = ()
     migrations: MigrationCounters = _NO_MIGRATIONS
     health: Health | None = None
 
@@ -186,7 +192,7 @@ class WorkerSeries(Collector):
         shown = self._shown.setdefault(report.worker, _Shown())
         shown.role, shown.load = role, report.load
         shown.transfers_in_flight, shown.transfers = report.transfers_in_flight, report.transfers
-        shown.migrations = report.migrations
+        shown.fetches, shown.migrations = report.fetches, report.migrations
 
     def health(self, worker: str, role: str, health: Health) -> None:
         shown = self._shown.setdefault(worker, _Shown())
@@ -200,6 +206,7 @@ class WorkerSeries(Collector):
         yield from self._loads(shown)
         yield from self._transfers(shown)
         yield from self._tiers(shown)
+        yield from self._fetched(shown)
         yield from self._migrations(shown)
         up = GaugeMetricFamily(
             "tandem_worker_health", "1 for the state a worker is in", labels=("worker", "role", "state")
@@ -233,6 +240,15 @@ class WorkerSeries(Collector):
             for worker, state in shown:
                 for stats in state.transfers:
                     family.add_metric((worker, stats.scheme), getattr(stats, field))
+            yield family
+
+    def _fetched(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        for name, help_text, value_of in _FETCH_SERIES:
+            family = CounterMetricFamily(name, help_text, labels=("worker", "source"))
+            for worker, state in shown:
+                size = state.load.block_size if state.load is not None else 0
+                for counters in state.fetches:
+                    family.add_metric((worker, counters.source), value_of(counters, size))
             yield family
 
     def _migrations(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
@@ -320,6 +336,13 @@ _LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_worker_generated_tokens", "Tokens generated", "generated_tokens"),
     (_COUNTER, "tandem_worker_tier_loads", "Prompts whose prefix was loaded from lower tiers", "tier_loads"),
     (_COUNTER, "tandem_worker_tier_recomputes", "Prompts for which computing was estimated faster", "tier_recomputes"),
+)
+_FETCH_SERIES: tuple[tuple[str, str, Callable[[FetchCounters, int], float]], ...] = (
+    ("tandem_worker_fetches", "Prefixes of which a peer sent some", lambda one, size: one.fetches),
+    ("tandem_worker_fetch_failures", "Prefixes that did not come, or not whole", lambda one, size: one.failed),
+    ("tandem_worker_fetched_tokens", "Tokens whose KV a peer sent", lambda one, size: one.blocks * size),
+    ("tandem_worker_fetched_kv_bytes", "Bytes of it", lambda one, size: one.kv_bytes),
+    ("tandem_worker_fetch_seconds", "From question to last block", lambda one, size: one.seconds),
 )
 _MIGRATION_SERIES: tuple[tuple[str, str, str], ...] = (
     ("tandem_worker_migration_kv_bytes", "KV bytes of requests that moved away", "kv_bytes"),

@@ -192,6 +192,7 @@ def served_by(outcome: Outcome, seed: int) -> dict[str, Any]:
         "kv_bytes": report.kv_bytes,
         "kv_blocks": report.kv_blocks,
         "prefill_cached_tokens": report.prefill_cached_tokens,
+        "fetched_tokens": report.fetched_tokens,
         "decode_held_tokens": report.decode_held_tokens,
         "queue_s": report.queue_s,
         "prefill_s": report.prefill_s,

@@ -34,6 +34,8 @@ class Outcome:
     placement_reason: str = ""
     placement_detail: str = ""
     """The router's: one of a few phrases (for metrics), and more for people."""
+    fetch: str = ""
+    """Of the prompt's prefix, when a peer held more of it: "chosen" or "forgone" by the router's estimate."""
     attempts: int = 0
     moves: int = 0
     """How often it moved while it ran; `decode` is the last worker."""

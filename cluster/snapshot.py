@@ -205,7 +205,8 @@ class Placement:
     """Where a request goes. `prefill` None: the decode worker computes the prompt itself.
 
     `reason` is one of `REASONS` (so it may be a label of a metric), `detail` says more to people. `*_overlap_tokens`
-    are the prompt tokens whose KV each side is thought to hold; `fetch`: where whoever computes gets more of them.
+    are the prompt tokens whose KV each side is thought to hold; `fetch`: where whoever computes gets more of them;
+    `fetch_forgone`: where they could be had, when computing them is estimated to be faster.
     """
 
     request_id: str
@@ -217,6 +218,7 @@ class Placement:
     prefill_overlap_tokens: int = 0
     decode_overlap_tokens: int = 0
     fetch: Fetch | None = None
+    fetch_forgone: str = ""
 
     @property
     def ready_tokens(self) -> int:
@@ -234,6 +236,8 @@ class Placement:
         overlap = f"overlap={self.prefill_overlap_tokens}/{self.decode_overlap_tokens} tokens"
         if self.fetch is not None:
             overlap += f" fetch={self.fetch.tokens} tokens from {self.fetch.source.name} ({_ms(told.fetch_s)})"
+        if self.fetch_forgone:
+            overlap += f" computes rather than fetch {self.fetch_forgone}"
         why = f"{self.reason} ({self.detail})" if self.detail else self.reason
         return f"{self.request_id}: {where} {numbers} {overlap}: {why}"
 

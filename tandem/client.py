@@ -109,6 +109,7 @@ class ServedBy:
     attempts: int = 0
     placement: str = ""
     seed: int = 0
+    fetched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,10 @@ class FetchPlan:
     cost_s: float
     saved_s: float
 
+    def told(self) -> str:
+        times = f"in {self.cost_s * 1e3:.1f} ms, computing {self.saved_s * 1e3:.1f} ms"
+        return f"{self.tokens} tokens from {self.source.name} {times}"
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -43,6 +47,8 @@ class Work:
     own_s: float
     tokens: int
     fetch: FetchPlan | None = None
+    forgone: FetchPlan | None = None
+    """What could have been fetched, but computing is estimated to be faster."""
 
     @property
     def fetch_s(self) -> float:

@@ -83,9 +83,11 @@ def _cheapest(
         if rest is None:
             continue
         takes_s, saved_s = cost_s(source, view, tokens - here, snapshot), plain.own_s - rest.own_s
-        if takes_s * snapshot.knobs.fetch_gain >= saved_s:
-            continue
-        fetched.append(replace(rest, fetch=FetchPlan(source.info.ref, tokens, takes_s, saved_s)))
+        plan = FetchPlan(source.info.ref, tokens, takes_s, saved_s)
+        if takes_s * snapshot.knobs.fetch_gain < saved_s:
+            fetched.append(replace(rest, fetch=plan))
+        elif plain.forgone is None:
+            plain = replace(plain, forgone=plan)
     return min(fetched, key=lambda work: work.total_s, default=plain)
 
 

@@ -33,6 +33,7 @@ def pair(
         prefill_overlap_tokens=snapshot.overlap(prefill or decode),
         decode_overlap_tokens=snapshot.overlap(decode),
         fetch=work.fetch_order(),
+        fetch_forgone=work.forgone.told() if work.forgone else "",
     )
 
 

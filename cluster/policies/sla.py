@@ -200,6 +200,7 @@ def _placement(request: RequestView, chosen: Option, rival: Option | None, snaps
         prefill_overlap_tokens=snapshot.overlap(prefill or decode),
         decode_overlap_tokens=snapshot.overlap(decode),
         fetch=chosen.work.fetch_order(),
+        fetch_forgone=chosen.work.forgone.told() if chosen.work.forgone else "",
     )
 
 

@@ -176,7 +176,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ServedBy(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "transport", "kv_bytes", "kv_blocks", "prefill_cached_tokens", "decode_held_tokens", "computed_tokens", "queue_s", "prefill_s", "transfer_s", "exposed_s", "ttft_s", "total_s", "attempts", "placement", "seed")
+    __slots__ = ("prefill_worker", "decode_worker", "transport", "kv_bytes", "kv_blocks", "prefill_cached_tokens", "decode_held_tokens", "computed_tokens", "queue_s", "prefill_s", "transfer_s", "exposed_s", "ttft_s", "total_s", "attempts", "placement", "seed", "fetched_tokens")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,7 @@ class ServedBy(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     transport: str
@@ -211,7 +212,8 @@ class ServedBy(_message.Message):
     attempts: int
     placement: str
     seed: int
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_held_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., attempts: _Optional[int] = ..., placement: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_held_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., attempts: _Optional[int] = ..., placement: _Optional[str] = ..., seed: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,8 @@ async def test_another_prefill_worker_fetches_what_the_first_has_computed(toy: P
         assert computed(cluster, other) == len(AGAIN.token_ids) - 144
         assert (counters(cluster, other).blocks, counters(cluster, other).failed) == (9, 0)
         await cluster.until(lambda: cluster.router.index.held(other) >= 9)
+        told = re.compile(rf'tandem_worker_fetched_tokens_total{{[^}}]*worker="{other}"}} 144.0')
+        await cluster.until(lambda: told.search(cluster.metrics.expose().decode()) is not None)
         assert "fetch=144 tokens from" in cluster.router.recent[-1]
 
 
@@ -247,3 +250,19 @@ async def test_without_fetching_a_prefix_is_computed_again(toy: Path, alone: Alo
         tokens, outcome = await cluster.generate(AGAIN)
         assert ids(tokens) == alone(AGAIN)
         assert (outcome.report.fetched_tokens, outcome.cached_tokens) == (0, 0)
+
+
+async def test_what_was_fetched_and_what_was_forgone_is_counted(toy: Path) -> None:
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        steer(cluster, away_from=holder)
+        await cluster.generate(AGAIN)
+        await cluster.settled()
+        cluster.router._knobs = replace(cluster.router._knobs, fetch_gain=1e9)
+        cluster.restart(other_than(holder))
+        _, outcome = await cluster.generate(replace(AGAIN, request_id="computed"))
+        assert outcome.report.fetched_tokens == 0
+        shown = cluster.metrics.expose().decode()
+        assert 'tandem_prefix_fetches_total{decision="chosen"} 1.0' in shown
+        assert 'tandem_prefix_fetches_total{decision="forgone"} 1.0' in shown
+        assert "computes rather than fetch 176 tokens from" in cluster.router.recent[-1]

@@ -180,24 +180,25 @@ static void tiles_rows(const Weight& w, int tile, const Activations& a, int row,
     }
 }
 
-// out[row][outputs of `tiles` tiles] for `rows` rows of prepared activations: as many at once as a cache holds, of those
-// as many as registers do. A single row, which waits for memory, goes tile by tile.
-static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int rows, float* out,
+// How many rows of activations a cache holds while tiles are multiplied with them.
+static inline int cached_rows(const Weight& w) {
+    return std::max(1, CACHED_BYTES / (2 * w.inputs) / MOST_ROWS) * MOST_ROWS;
+}
+
+// out[row][outputs of `tiles` tiles] for rows `first` … `last` - 1 of prepared activations, as many at once as registers
+// hold. A single row, which waits for memory, goes tile by tile.
+static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int first, int last, float* out,
                           int64_t stride, Into into) {
     typedef void (*Rows)(const Weight&, int, const Activations&, int, float*, int64_t, Into);
     static const Rows one[] = {tiles_rows<1, 1>, tiles_rows<1, 2>, tiles_rows<1, 3>, tiles_rows<1, 4>};
     static const Rows two[] = {tiles_rows<2, 1>, tiles_rows<2, 2>, tiles_rows<2, 3>, tiles_rows<2, 4>};
-    const int cached = std::max(1, CACHED_BYTES / (2 * w.inputs) / MOST_ROWS) * MOST_ROWS, end = tile + tiles;
-    for (int first = 0; first < rows; first += cached) {
-        const int last = std::min(rows, first + cached);
-        for (int at = tile; at < end;) {
-            const bool pair = rows > 1 && at + 2 <= end;
-            for (int row = first; row < last; row += MOST_ROWS) {
-                const int some = std::min(last - row, MOST_ROWS);
-                (pair ? two : one)[some - 1](w, at, a, row, out, stride, into);
-            }
-            at += pair ? 2 : 1;
+    for (int end = tile + tiles; tile < end;) {
+        const bool pair = last - first > 1 && tile + 2 <= end;
+        for (int row = first; row < last; row += MOST_ROWS) {
+            const int some = std::min(last - row, MOST_ROWS);
+            (pair ? two : one)[some - 1](w, tile, a, row, out, stride, into);
         }
+        tile += pair ? 2 : 1;
     }
 }
 

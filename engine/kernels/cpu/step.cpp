@@ -180,17 +180,19 @@ struct Walk {
         for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(row + i) * factor * load<f32x16>(weight + i));
     }
 
-    // Shares out tiles by the handful, small enough that the last ones to finish differ little.
+    // Shares out tiles by the handful and rows by the cacheful, so that the last ones to finish differ little.
     template <int N> void products(const Product (&list)[N], int rows) {
         int tiles = 0;
         for (const Product& p : list) tiles += tiles_of(p);
         const int handful = std::max(1, tiles / (r.team.size() * 16)) * 2;  // even: tiles are multiplied in pairs
-        each(PRODUCTS, (tiles + handful - 1) / handful, [&](int item) {
-            int tile = item * handful, left = std::min(handful, tiles - tile);
+        const int cached = cached_rows(*list[0].weight), blocks = (rows + cached - 1) / cached;
+        each(PRODUCTS, (tiles + handful - 1) / handful * blocks, [&](int item) {
+            const int first = item % blocks * cached, last = std::min(rows, first + cached);
+            int tile = item / blocks * handful, left = std::min(handful, tiles - tile);
             for (const Product* p = list; left > 0; p++) {
                 const int here = std::min(left, tiles_of(*p) - tile);
                 if (here > 0) {
-                    tile_products(*p->weight, tile, here, r.prepared, rows, p->out, p->stride, p->into);
+                    tile_products(*p->weight, tile, here, r.prepared, first, last, p->out, p->stride, p->into);
                     left -= here;
                 }
                 tile = std::max(0, tile - tiles_of(*p));

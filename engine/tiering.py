@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -277,10 +277,6 @@ class Tiering:
     def load(self) -> tuple[TierLoad, ...]:
         """The store's counters."""
         return tuple([TierLoad(**{name: getattr(one, name) for name in _FIELDS}) for one in self._store.counters()])
-
-    def speeds(self) -> Mapping[str, TierSpeed]:
-        """What is believed of each tier that was used so far."""
-        return {tier: self._speed(tier) for tier in self._rates}
 
     def owners(self) -> Counter[int]:
         """The blocks that loads hold."""

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from kvtransfer.types import Numbers, Span, Spans
 
+_FEW = 4
+_ONE = Numbers([1])
+
 
 def block_spans(block_ids: Iterable[int], block_bytes: int) -> Spans:
     """The spans of whole blocks in a pool where block i begins at `i * block_bytes`."""
@@ -62,6 +65,8 @@ def common_runs(left: Sequence[int], right: Sequence[int]) -> Numbers:
 
 def shared_runs(left: Spans, right: Spans) -> Numbers:
     """The longest runs that are contiguous in both of two lists of the same lengths, however long."""
+    if len(left) == 1:
+        return _ONE
     joined = left.offsets[1:] == left.offsets[:-1] + left.lengths[:-1]
     joined &= right.offsets[1:] == right.offsets[:-1] + right.lengths[:-1]
     cuts = np.flatnonzero(~joined) + 1
@@ -83,6 +88,11 @@ def check_spans(spans: Sequence[Span], region_bytes: int) -> str:
         many = Spans.of(spans)
     except OverflowError:
         return f"a span of more than 63 bits is outside the region of {region_bytes} bytes"
+    if len(many) <= _FEW:  # arrays cost more than they save
+        for span in many:
+            if span.offset < 0 or not 0 < span.length <= region_bytes or span.offset > region_bytes - span.length:
+                return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
+        return ""
     # Written without a sum of two numbers from outside, which could wrap around.
     wrong = (many.offsets < 0) | (many.lengths <= 0) | (many.lengths > region_bytes)
     wrong |= many.offsets > region_bytes - many.lengths

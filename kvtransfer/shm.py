@@ -152,8 +152,7 @@ class ShmPayload:
         budget = TURN_BYTES
         while self._copies and budget > 0:
             copy = self._copies[0]
-            turn = max(1, int(np.searchsorted(np.cumsum(copy.moves[:, 2]), budget, side="right")))
-            now, copy.moves = copy.moves[:turn], copy.moves[turn:]
+            now, copy.moves = _split(copy.moves, budget)
             self._copy(self._target, self._source, now)
             budget -= int(now[:, 2].sum())
             if not len(copy.moves):
@@ -166,6 +165,14 @@ class ShmPayload:
             self._road.connection.close("the source hung up while its memory was copied")
         else:
             self._road.payload_done(serial)
+
+
+def _split(moves: NDArray[np.int64], budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As many as fit into the budget, at least one, and the rest."""
+    if len(moves) == 1:
+        return moves, moves[1:]
+    fits = max(1, int(np.searchsorted(np.cumsum(moves[:, 2]), budget, side="right")))
+    return moves[:fits], moves[fits:]
 
 
 def _moves(reads: Spans, writes: Spans) -> NDArray[np.int64]:

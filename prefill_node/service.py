@@ -50,6 +50,8 @@ class PrefillLimits:
     """Submits that are not through; more are declined with NO_ROOM."""
     tokens_per_step: int = 512
     """The engine's budget: a prompt with fewer tokens than this ahead of it may be computed in the next step."""
+    push_patience_s: float = 5.0
+    """A push that is not acknowledged by then has failed, and with it the attempt: dispatch tries another."""
     quiet_patience_s: float = 5.0
 
 
@@ -267,7 +269,15 @@ class PrefillNode:
         self._engine.retain(blocks)
         try:
             self._transfers.connect(peer, grant.scheme, grant.address)
-            push_id = self._transfers.push(flight.key, peer, push.first_span, spans, scheme=grant.scheme)
+            push_id = self._transfers.push(
+                flight.key,
+                peer,
+                push.first_span,
+                spans,
+                scheme=grant.scheme,
+                priority=-flight.request.priority,
+                deadline_s=self._limits.push_patience_s,
+            )
         except TransferError as error:
             self._engine.unretain(blocks)
             return [h.PushFailed(str(error))]

@@ -225,6 +225,22 @@ def test_a_dropped_transfer_ends_with_the_lease_and_fences_the_peer(net: Net) ->
     net.check()
 
 
+def test_a_dropped_transfer_is_given_up_after_a_patience_long_before_the_deadline(net: Net) -> None:
+    net.ask("p0", InjectFault("drop", 2))
+    started = net.now
+    submit = net.start(request("r", prompt(100), deadline_s=160.0), "p0", "d0")
+    net.until(lambda: submit in net.answers, turns=8_000)
+    patience_s = net.workers["p0"].settings.prefill.push_patience_s
+    assert net.now - started < patience_s + 0.5
+    answer = declined(net.answers[submit])
+    assert answer.code is Code.UNAVAILABLE
+    assert "deadline passed" in answer.message
+    net.abort("r")
+    net.run(turns=400, dt=0.05)
+    assert net.told["r"].tokens == []
+    net.check()
+
+
 def test_a_delayed_transfer_is_only_late(net: Net) -> None:
     net.ask("p0", InjectFault("delay", 2, 0.5))
     req = request("r", prompt(100))

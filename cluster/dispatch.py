@@ -295,7 +295,7 @@ class Dispatch:
                         await self._declined(flight, flight.attempt, delta.error)
                         break
                     if delta.moved is not None:
-                        await self._follow(flight.attempt, delta.moved)
+                        self._moved(flight.attempt, delta.moved)
                         continue
                     delta = await self._with_report(flight, flight.attempt, delta)
                     flight.saw(delta, self._clock())
@@ -423,10 +423,14 @@ class Dispatch:
         prompt: tuple[Token, ...] = answer.prompt_logprobs if wants_prompt else ()
         return replace(delta, prompt_logprobs=delta.prompt_logprobs or prompt)
 
-    async def _follow(self, attempt: Attempt, to: WorkerRef) -> None:
-        """The request goes on at another decode worker, which tells nothing of it before it is asked to."""
+    def _moved(self, attempt: Attempt, to: WorkerRef) -> None:
+        """The request goes on at another decode worker."""
         attempt.placement = replace(attempt.placement, decode=to)
         attempt.moves += 1
+        self._later(self._follow(attempt, to))
+
+    async def _follow(self, attempt: Attempt, to: WorkerRef) -> None:
+        """Make sure that nothing it told was missed, and that it knows that somebody listens."""
         await self._workers.open(to)
         follow = Follow(attempt.request_id, self._gateway_id)
         answer = await self._workers.ask(to, follow, self._limits.control_timeout_s)

@@ -10,8 +10,10 @@ expects any more, are dropped.
 Everything here runs on the gateway's event loop; other threads use `call_soon_threadsafe`. What a stream can queue is
 bounded by the request's `max_tokens`, for each of its sequences.
 
-A running request may move to another worker. Its old one says so with its last delta; from then on the stream is fed by
-the new one, which says nothing before it is asked to, so the news of both come in order whatever roads they take.
+A running request may move to another worker. Its old one says so with its last delta, and from then on the stream is
+fed by the new one. What that one said before waits here for this word, by the number of the move, so the news of both
+come in order whatever roads they take; and when the old one takes the request back instead, they are never told. The
+new one tells its beginning again when it is asked (`Follow`), for we may not have listened yet.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from typing import Self
 
 from tandem.messages import Code, Declined, Delta, Frame, WorkerRef
 
+MOST_EARLY = 1024
+"""Deltas kept for a stream from workers that it may move to. A hole that this leaves is mended by `Follow`."""
+
 
 class TokenStream:
     """The news of one request, in order: `async for delta in stream`. `sequences` are told apart by their index."""
@@ -30,11 +35,39 @@ class TokenStream:
     def __init__(self, request_id: str, worker: WorkerRef, sequences: int = 1) -> None:
         self.request_id = request_id
         self.worker = worker
+        self._move = 0
+        self._begins_at: int | None = None
+        """After a move, until the new worker's beginning is here: its first token."""
+        self._early: deque[tuple[str, str, Delta]] = deque(maxlen=MOST_EARLY)
+        """(worker, incarnation, news) of moves that the present worker has not told of yet."""
         self._deltas: deque[Delta] = deque()
         self._news = asyncio.Event()
         self._next_seq: Counter[int] = Counter()
         self._open = set(range(sequences))
         self._ended = False
+
+    def hear(self, worker: str, incarnation: str, delta: Delta) -> None:
+        """News of the request from a worker: the one that feeds this stream, or one that may do so soon."""
+        if not _feeds(self.worker, worker, incarnation):
+            if delta.move:
+                self._early.append((worker, incarnation, delta))
+            return
+        if delta.moved is None and delta.move != self._move:
+            return  # of an earlier move to this worker, which came to nothing
+        if self._begins_at is not None and delta.seq > self._begins_at:
+            return  # told again by `Follow`
+        self._begins_at = None
+        self.put(delta)
+        if delta.moved is not None:
+            self._goes_on(delta.moved, delta.move)
+
+    def _goes_on(self, worker: WorkerRef, move: int) -> None:
+        self.worker, self._move, self._begins_at = worker, move, self._next_seq[0]
+        early = tuple(self._early)
+        self._early.clear()
+        for name, incarnation, delta in early:
+            if _feeds(worker, name, incarnation):
+                self.hear(name, incarnation, delta)
 
     def put(self, delta: Delta) -> None:
         """Add news; what comes after the end is dropped, a repetition is trimmed, a hole ends the stream."""
@@ -42,11 +75,13 @@ class TokenStream:
             return
         if (missing := delta.seq - self._next_seq[delta.index]) > 0:
             delta = self._lost(f"{missing} tokens of the stream were lost on the way")
-        delta = self._without_repetition(delta)
+        if delta.seq < self._next_seq[delta.index]:
+            delta = self._without_repetition(delta)
+            if delta.tokens == () and delta.finish is None and delta.error is None and delta.moved is None:
+                return
         self._next_seq[delta.index] += len(delta.tokens)
         if delta.finish is not None:
             self._open.discard(delta.index)
-        self.worker = delta.moved or self.worker
         self._ended = delta.ends_request or not self._open
         self._deltas.append(delta)
         self._news.set()
@@ -108,8 +143,8 @@ class FrameHub:
         """Hand each delta of `frame` to its stream."""
         for delta in frame.deltas:
             stream = self._streams.get(delta.request_id)
-            if stream is not None and _feeds(stream.worker, frame.worker, frame.incarnation):
-                stream.put(delta)
+            if stream is not None:
+                stream.hear(frame.worker, frame.incarnation, delta)
 
     def lost(self, worker: str, incarnation: str, why: str) -> None:
         """A worker (this incarnation of it) is gone: end every stream that it feeds."""

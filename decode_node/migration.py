@@ -7,7 +7,7 @@ the tail is sent, and Commit carries all generated tokens.
     ASKING ─ Granted ─► COPYING ─ stage, stage, … little left ─► COMMITTING ─ Committed ─► ENDING ─ Quiet ─► CLOSED
        └───────────────────┴────── anything else: it goes on here as if nothing had been ──────┘
 
-Until the gateway is told by this side that the request has moved, the other side tells nobody anything of it
+Until the gateway is told by this side that the request has moved, what the other side tells of it counts for nothing
 (`decode_node.unheard`). That word is the switch: whatever was lost or died on the way, this side may take the request
 back and go on, and no token is told twice, or by two. While Commit's answer is unknown the request stays paused, but
 no longer than the lease lasts. What can end a move: no room, a failed push, a lost peer, the lease's end, the request's

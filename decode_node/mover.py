@@ -35,8 +35,8 @@ from tandem.messages import (
 Ask = Callable[[WorkerRef, Question], int]
 """Send a question to another worker; its answer comes back under the number returned, exactly once."""
 Reply = Callable[[int, Answer], None]
-Leave = Callable[[str, WorkerRef, float], None]
-"""This request runs on that worker from now on."""
+Leave = Callable[[str, WorkerRef, int, float], None]
+"""This request runs on that worker from now on, by the move of this number."""
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ class Mover:
                     self._transfers.withdraw(move.key)
                     move.ending_since_s = now
                 case m.Leave():
-                    self._leave(move.request_id, move.migration.to, now)
+                    self._leave(move.request_id, move.migration.to, move.key.generation, now)
                 case m.Reply(answer=answer):
                     self._answer(move, answer)
         for event in followed:

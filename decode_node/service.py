@@ -10,7 +10,7 @@ New tokens leave as one frame per gateway and step, numbered without holes. Of a
 counted by itself; the request ends with the last one, or with the first that fails.
 
 A running request may move to another worker (`Migrate`, see `decode_node.migration`) and come from one (`AskMove`, then
-as from prefill). What is to tell of one that came waits until its gateway asks (`decode_node.unheard`).
+as from prefill). What is told of one that came counts once its source has said that it has (`decode_node.unheard`).
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class DecodeNode:
 
     def abort(self, request_id: str, reason: FinishReason, now: float) -> bool:
         guest = self._guests.get(request_id)
-        self._unheard.drop(request_id)
         live = guest is not None and guest.intake.stage is not Stage.ENDING
         if guest is not None:
             self._advance(guest, d.AbortAsked(reason), now)
+        self._unheard.drop(request_id)  # with its last word: whoever wanted to hear it has given up
         return live
 
     def abort_sequence(self, request_id: str, index: int, now: float) -> bool:
@@ -187,7 +187,7 @@ class DecodeNode:
         self._reply(ask_id, answer)
 
     def follow(self, ask_id: int, follow: Follow, now: float) -> None:
-        """The gateway wants the news of a request that has moved here: what was kept, and from now on all."""
+        """The gateway knows that the request has moved here: what was told before is told again."""
         guest = self._guests.get(follow.request_id)
         kept = self._unheard.follow(follow.request_id)
         if kept is None and (guest is None or follow.request_id in self._unheard):
@@ -485,10 +485,10 @@ class DecodeNode:
         if guest.intake.stage is Stage.DONE:
             self._forget(guest)
 
-    def _moved(self, request_id: str, to: WorkerRef, now: float) -> None:
+    def _moved(self, request_id: str, to: WorkerRef, move: int, now: float) -> None:
         """It runs there from now on: the gateway is told so, and that is all it hears from here."""
         guest = self._guests[request_id]
-        self._emit(guest, moved=to)
+        self._emit(guest, moved=to, moved_by=move)
         self._engine.abort(request_id, FinishReason.ABORT)
         self._advance(guest, d.EngineEnded(), now)
 
@@ -556,14 +556,16 @@ class DecodeNode:
         index: int = 0,
         score: float | None = None,
         moved: WorkerRef | None = None,
+        moved_by: int = 0,
     ) -> None:
         seq = guest.told.get(index, 0)
         guest.told[index] = seq + len(tokens)
         request_id = guest.request.request_id
         cached = 0 if guest.generated else cached_tokens  # Of one that moved here its source has told.
-        delta = Delta(request_id, seq, tokens, finish, error, cached, prompt_logprobs, index, score, moved)
-        if not self._unheard.keep(delta):
-            self._news.setdefault(guest.gateway_id, []).append(delta)
+        move = moved_by or (guest.key.generation if guest.generated and guest.key is not None else 0)
+        delta = Delta(request_id, seq, tokens, finish, error, cached, prompt_logprobs, index, score, moved, move)
+        self._unheard.keep(delta)
+        self._news.setdefault(guest.gateway_id, []).append(delta)
 
     def _frame(self, gateway_id: str, deltas: list[Delta]) -> Frame:
         number = self._frame_numbers[gateway_id] = self._frame_numbers.get(gateway_id, 0) + 1

@@ -333,8 +333,8 @@ class AskMove:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """The source's last delta said that this request has moved to you: tell me from here on. Until it is asked this,
-    the destination tells nobody, so that at no time two workers do."""
+    """The source's last delta said that this request has moved to you. Tell me once more what you have told so far, for
+    I may not have listened. What nobody follows in time is dropped: its source has taken it back, or has died."""
 
     request_id: str
     gateway_id: str
@@ -369,7 +369,10 @@ class Delta:
     score: float | None = None
     """Of beam search and `best_of`, which tell a sequence only once it has ended."""
     moved: WorkerRef | None = None
-    """The last delta of this worker: the request goes on over there, once it is asked to (`Follow`)."""
+    """The last delta of this worker: the request goes on over there."""
+    move: int = 0
+    """Which move: the generation of its lease over there. The news from there bear it too, and count for nothing before
+    the source has told of this move."""
 
     @property
     def ends_request(self) -> bool:

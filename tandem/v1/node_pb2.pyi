@@ -723,7 +723,7 @@ class FramesRequest(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "index", "score", "moved")
+    __slots__ = ("request_id", "seq", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "index", "score", "moved", "move")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -734,6 +734,7 @@ class Delta(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seq: int
     tokens: Tokens
@@ -744,7 +745,8 @@ class Delta(_message.Message):
     index: int
     score: float
     moved: WorkerRef
-    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ..., moved: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+    move: int
+    def __init__(self, request_id: _Optional[str] = ..., seq: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[Declined, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[Tokens, _Mapping]] = ..., index: _Optional[int] = ..., score: _Optional[float] = ..., moved: _Optional[_Union[WorkerRef, _Mapping]] = ..., move: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "deltas")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from cluster.streams import TokenStream
 from cluster.worker import Worker, WorkerSettings
 from engine.engine import Engine
 from engine.types import FinishReason, Request, SamplingParams, Token
@@ -19,7 +20,9 @@ from tandem.messages import (
     Delta,
     Expect,
     FinishedEarly,
+    Follow,
     Forward,
+    Frame,
     FrameFor,
     HandedOver,
     KvEvents,
@@ -59,6 +62,9 @@ class Net:
     reports: list[LoadReport] = field(default_factory=list)
     kv_events: list[KvEvents] = field(default_factory=list)
     frame_numbers: dict[str, int] = field(default_factory=dict)
+    streams: dict[str, TokenStream] = field(default_factory=dict)
+    moves: list[tuple[str, str]] = field(default_factory=list)
+    """(request, destination), as the gateway was told."""
     _ids: count[int] = field(default_factory=lambda: count(1))
     _forwards: dict[tuple[str, int], tuple[str, int, type]] = field(default_factory=dict)
 
@@ -90,6 +96,8 @@ class Net:
     def start(self, request: Request, prefill: str | None, decode: str) -> int | None:
         """Expect and, with a prefill worker, Submit; its ask id."""
         source = self.workers[prefill].info.ref if prefill else None
+        if request.branching is None:
+            self.streams[request.request_id] = TokenStream(request.request_id, self.workers[decode].info.ref)
         expected = self.ask(decode, Expect(request, GATEWAY, source))
         self.turn()
         answer = self.answers[expected]
@@ -156,7 +164,7 @@ class Net:
                     assert frame.number == number
                     self.frame_numbers[name] = number
                     for delta in frame.deltas:
-                        self._tell(delta)
+                        self._tell(frame, delta)
                 case LoadReport():
                     self.reports.append(carried)
                 case KvEvents():
@@ -186,9 +194,25 @@ class Net:
         if asker in self.workers:
             self.workers[asker].answered(their_id, answer, self.now)
 
-    def _tell(self, delta: Delta) -> None:
+    def _tell(self, frame: Frame, delta: Delta) -> None:
+        """As the gateway hears it: only from the worker whose turn it is."""
+        stream = self.streams.get(delta.request_id)
+        if stream is None:
+            self._note(delta)
+            return
+        stream.hear(frame.worker, frame.incarnation, delta)
+        while stream._deltas:
+            self._note(stream._deltas.popleft())
+
+    def _note(self, delta: Delta) -> None:
         told = self.told[delta.request_id]
+        assert told.finish is None, "it was told of after its end"
+        assert told.error is None, "it was told of after its failure"
         assert delta.seq == len(told.tokens), "a hole or a repetition in the stream"
+        if delta.moved is not None:
+            self.moves.append((delta.request_id, delta.moved.name))
+            if delta.moved.name in self.workers:
+                self.ask(delta.moved.name, Follow(delta.request_id, GATEWAY))
         told.deltas.append(delta)
         told.tokens += [token.token_id for token in delta.tokens]
         told.finish = delta.finish or told.finish

@@ -387,7 +387,8 @@ class TransferEngine:
         if push is None or not push.offered:
             return
         failed, peer = bool(sent.error) or push.reported, push.offer.destination
-        self._rates.ended(peer, push.scheme, push.num_bytes, self._clock(), failed=failed)
+        ended_s = self._clock() - (time.monotonic() - sent.ended_s)  # not when the owner looked
+        self._rates.ended(peer, push.scheme, push.num_bytes, ended_s, failed=failed)
         lane = self._lanes.get(peer)
         if lane is not None:
             lane.offered_bytes -= push.num_bytes
@@ -395,7 +396,7 @@ class TransferEngine:
                 return
             if not sent.unheard:
                 lane.failures = 0
-        self._end_push(push, sent.error)
+        self._end_push(push, sent.error, ended_s)
 
     def _offer_again(self, push: _Push, lane: _Lane) -> bool:
         """Put a push that nobody heard of back into its queue, behind a rest of the pair; False when it is over."""
@@ -413,13 +414,13 @@ class TransferEngine:
         heapq.heappush(lane.waiting, (push.priority, push.offer.push_id))
         return True
 
-    def _end_push(self, push: _Push, error: str) -> None:
+    def _end_push(self, push: _Push, error: str, ended_s: float = math.inf) -> None:
         key, push_id = push.offer.key, push.offer.push_id
         del self._pushes[push_id]
         if error:
             self._report_failed(push, error)
         elif not push.reported:
-            duration_s = self._clock() - push.started_s
+            duration_s = max(0.0, ended_s - push.started_s)
             counts = self._counts[push.scheme]
             self._cooling.pop(push.offer.destination, None)
             counts.update(pushes=1, push_bytes=push.num_bytes, push_microseconds=round(duration_s * 1e6))

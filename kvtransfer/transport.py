@@ -8,8 +8,9 @@ threads, and `wake` on any thread: it says "poll me" and must return at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.types import LeaseKey, Offer, PeerId, PeerLost, Span
@@ -37,6 +38,8 @@ class Sent:
     push_id: int
     error: str = ""
     unheard: bool = False
+    ended_s: float = field(default_factory=time.monotonic, compare=False)
+    """When, on the machine's clock: the owner may look only once per step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import secrets
 import statistics
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from cluster import models
 from cluster.config import ModelSection, PoolSection, PoolsSection, RoutingSection, TandemConfig, TransferSection
@@ -39,6 +40,15 @@ LONG = 4 * STEP_TOKENS
 LEARN_STEPS = 32
 """Steps more, after which a worker's own step times are believed."""
 PATIENCE_S = 60.0
+
+
+class Round(NamedTuple):
+    """TTFT as the router says, and computed; tokens fetched, and the router's words."""
+
+    chosen_s: float
+    computed_s: float
+    fetched: int
+    decision: str
 
 
 class Bench:
@@ -127,8 +137,7 @@ class Bench:
             for worker in (self.holder, self.other):
                 await self.answered(worker, self.request(self.prompt(length)))
 
-    async def round(self, length: int) -> tuple[float, float, int, str]:
-        """TTFT as the router says and computed, tokens fetched, and the router's words."""
+    async def round(self, length: int) -> Round:
         prompt = self.prompt(length)
         known = self.request(prompt)
         await self.answered(self.holder, known)
@@ -139,7 +148,7 @@ class Bench:
         chosen_s, fetched = await self.answered(self.other, again, decision.fetch)
         self.router.finished(again.request_id)
         computed_s, _ = await self.answered(self.other, self.request(self.prompt(length)))
-        return chosen_s, computed_s, fetched, decision.explain()
+        return Round(chosen_s, computed_s, fetched, decision.explain())
 
 
 def info_of(control: Control) -> WorkerInfo:
@@ -172,10 +181,11 @@ async def run(args: argparse.Namespace) -> dict[str, float]:
         await bench.round(max(args.lengths))  # links are dialled and pools mapped with the first transfer
         for length in args.lengths:
             rounds = [await bench.round(length) for _ in range(args.rounds)]
-            chosen_s, computed_s = (statistics.median(one[column] for one in rounds) for column in (0, 1))
-            fetched = statistics.mean(one[2] for one in rounds)
+            chosen_s = statistics.median(one.chosen_s for one in rounds)
+            computed_s = statistics.median(one.computed_s for one in rounds)
+            fetched = statistics.mean(one.fetched for one in rounds)
             print(f"{length} tokens: {chosen_s * 1e3:.1f} ms as the router says, {computed_s * 1e3:.1f} ms computed;")
-            print(f"  {fetched:.0f} tokens fetched in the mean; last decision: {rounds[-1][3]}")
+            print(f"  {fetched:.0f} tokens fetched in the mean; last decision: {rounds[-1].decision}")
             ratios[f"peer_{length}_vs_recompute"] = computed_s / chosen_s
         ratios["peer_vs_recompute"] = ratios[f"peer_{max(args.lengths)}_vs_recompute"]
     finally:

@@ -15,7 +15,17 @@ from cluster.local import LocalCluster
 from cluster.snapshot import FETCHED, Placement, Refusal, RequestView, WorkerView
 from engine.types import Request
 from kvtransfer.faults import Fault
-from tandem.messages import Code, FaultInjected, FaultKind, Fetch, FetchCounters, InjectFault
+from tandem.messages import (
+    Code,
+    Declined,
+    FaultInjected,
+    FaultKind,
+    Fetch,
+    FetchCounters,
+    FetchPrefix,
+    InjectFault,
+    PrefixComing,
+)
 from tests.cluster.local_rig import config, ids, request, running
 from tests.router.worlds import TIMES
 
@@ -266,3 +276,64 @@ async def test_what_was_fetched_and_what_was_forgone_is_counted(toy: Path) -> No
         assert 'tandem_prefix_fetches_total{decision="chosen"} 1.0' in shown
         assert 'tandem_prefix_fetches_total{decision="forgone"} 1.0' in shown
         assert "computes rather than fetch 176 tokens from" in cluster.router.recent[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"layout": "other"}, Code.MISMATCH),
+        ({"model_digest": "other"}, Code.MISMATCH),
+        ({"keys": (b"unknown" * 3,)}, Code.NOT_FOUND),
+        ({"transports": (("inproc", b"elsewhere"),)}, Code.UNAVAILABLE),
+        ({"transports": ()}, Code.UNAVAILABLE),
+        ({}, None),
+    ],
+    ids=["layout", "model", "keys", "address", "no way", "a lease that is gone"],
+)
+async def test_what_a_source_lends_and_what_not(toy: Path, changes: dict[str, Any], code: Code | None) -> None:
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        there, asker = cluster.info(holder), cluster.info(other_than(holder))
+        question = FetchPrefix(
+            fetch_id="gone",
+            generation=1,
+            keys=cluster.view(FIRST).prefix_keys[:4],
+            destination=asker.ref,
+            transports=asker.transports,
+            model_digest=there.model_digest,
+            layout=there.layout,
+            patience_s=1.0,
+        )
+        answer = await cluster.ask(there.ref, replace(question, **changes))
+        if code is None:
+            assert answer == PrefixComing("gone", 4), "who asked has closed it meanwhile: refused, and let go"
+        else:
+            assert isinstance(answer, Declined)
+            assert (answer.code, answer.by) == (code, holder)
+
+
+async def test_more_than_a_source_can_serve_is_computed(toy: Path, alone: Alone) -> None:
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        for slot in cluster.slots.values():
+            slot.worker.loans._limits = replace(slot.worker.loans._limits, most_lent=0)
+        steer(cluster, away_from=holder)
+        tokens, outcome = await cluster.generate(AGAIN)
+        assert ids(tokens) == alone(AGAIN)
+        assert (outcome.report.fetched_tokens, counters(cluster, outcome.prefill).failed) == (0, 1)
+
+
+async def test_a_destination_that_dies_leaves_nothing_at_the_source(toy: Path, alone: Alone) -> None:
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        steer(cluster, away_from=holder, source=holder, tokens=144, patience_s=1.0)
+        await cluster.ask(cluster.info(holder).ref, InjectFault(FaultKind.DELAY, seconds=0.2))
+        asked = asyncio.create_task(cluster.generate(AGAIN))
+        source = cluster.slots[holder].worker
+        await cluster.until(lambda: not source.loans.idle())
+        cluster.kill(other_than(holder))
+        cluster.start(other_than(holder))
+        tokens, outcome = await asked
+        assert ids(tokens) == alone(AGAIN)
+        assert outcome.attempts == 2
+        await cluster.until(source.idle)

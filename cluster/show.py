@@ -71,8 +71,8 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         load = worker["load"] or {}
         colour = _HEALTH_COLOURS.get(worker["health"], "white")
         numbers = ("running", "waiting", "live_blocks", "cached_blocks", "total_blocks")
-        draining = ", draining" if worker["draining"] else ""
-        health = f"[{colour}]{worker['health']}[/{colour}]{draining}"
+        drains = worker["draining"] and worker["health"] == "alive"
+        health = "[yellow]draining[/yellow]" if drains else f"[{colour}]{worker['health']}[/{colour}]"
         table.add_row(
             worker["name"], health, str(worker["pid"] or "-"), *(str(load.get(name, "-")) for name in numbers)
         )

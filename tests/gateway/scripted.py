@@ -33,6 +33,8 @@ from tandem.messages import (
     Expect,
     Expected,
     FinishedEarly,
+    Follow,
+    Followed,
     Frame,
     HandedOver,
     HandoffReport,
@@ -188,6 +190,8 @@ class ScriptedWorkers:
             if question.prefill is None:
                 self._start(worker, question.request)
             return Expected(question.request.request_id)
+        if isinstance(question, Follow):
+            return Followed(question.request_id)
         assert isinstance(question, Submit)
         return await self._submitted(question)
 

@@ -13,7 +13,7 @@ from cluster.dispatch import Flight, Limits
 from cluster.snapshot import Refusal
 from cluster.validate import Ask
 from engine.types import FinishReason, SamplingParams, Token
-from tandem.messages import Abort, Code, Declined, Delta, Expect, Submit
+from tandem.messages import Abort, Code, Declined, Delta, Expect, Follow, Submit
 
 PAIRS = ScriptedRouter(
     infos=(
@@ -392,3 +392,56 @@ async def test_a_lost_worker_before_any_sequences_first_token_costs_another_atte
             assert _ids([delta for delta in deltas if delta.index == index]) == ids("Hello, world")
         assert flight.outcome is not None
         assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-1", 2)
+
+
+# -- moves --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_moved_request_is_followed_and_ends_over_there() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.hold = True
+        flight = await _flight(made)
+        here, there = (info.ref for info in PAIRS.infos[2:])
+        async with asyncio.timeout(5), aclosing(made.dispatch.run(flight)) as deltas:
+            told = [await anext(deltas)]
+            made.workers.deliver(there, Delta("r0", 1, (Token(7),), move=3))
+            made.workers.deliver(here, Delta("r0", 1, moved=there, move=3))
+            made.workers.deliver(there, Delta("r0", 2, (Token(8),), FinishReason.LENGTH, move=3))
+            told += [delta async for delta in deltas]
+        assert _ids(told) == [*ids("H"), 7, 8]
+        assert all(delta.tokens for delta in told)
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.moves, flight.outcome.code) == ("decode-1", 1, None)
+        await made.dispatch.drained()
+        assert ("decode-1", Follow("r0", made.dispatch._gateway_id)) in made.workers.asked
+        made.workers.running.pop("r0").cancel()
+
+
+async def test_a_client_that_leaves_after_a_move_is_told_to_the_new_worker() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.hold = True
+        flight = await _flight(made)
+        here, there = (info.ref for info in PAIRS.infos[2:])
+        async with asyncio.timeout(5), aclosing(made.dispatch.run(flight)) as deltas:
+            await anext(deltas)
+            made.workers.deliver(here, Delta("r0", 1, moved=there, move=3))
+            made.workers.deliver(there, Delta("r0", 1, (Token(7),), move=3))
+            assert (await anext(deltas)).tokens == (Token(7),)
+        await made.dispatch.drained()
+        assert ("decode-1", Abort("r0")) in made.workers.asked
+        assert ("decode-0", Abort("r0")) not in made.workers.asked
+
+
+async def test_a_move_that_cannot_be_followed_is_an_error_and_no_other_text() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines["decode-1", Follow] = [Declined(Code.STALE, "not asked for in time")]
+        made.workers.hold = True
+        flight = await _flight(made)
+        here, there = (info.ref for info in PAIRS.infos[2:])
+        async with asyncio.timeout(5), aclosing(made.dispatch.run(flight)) as deltas:
+            await anext(deltas)
+            made.workers.deliver(here, Delta("r0", 1, moved=there, move=3))
+            assert [delta async for delta in deltas] == []
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.decode) == (Code.UNAVAILABLE, "decode-1")
+        assert "in time" in flight.outcome.message

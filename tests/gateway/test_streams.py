@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -136,3 +137,79 @@ async def test_a_skipped_sequence_says_nothing_more_and_is_not_waited_for() -> N
     stream.skip(0)
     hub.deliver(_frame(_of(0, 1, 2), _of(1, 1, 6, finish=FinishReason.LENGTH)))
     assert [delta.index for delta in await _all(stream)] == [1, 1]
+
+
+# -- moves --------------------------------------------------------------------------------------------------------
+
+OTHER = WorkerRef("decode-1", "7", "there")
+
+
+def _there(*deltas: Delta) -> Frame:
+    return Frame(OTHER.name, OTHER.incarnation, 0, deltas)
+
+
+def _moved(delta: Delta, move: int = 4) -> Delta:
+    return replace(delta, move=move)
+
+
+def _word(seq: int, move: int = 4) -> Delta:
+    return Delta("a", seq, moved=OTHER, move=move)
+
+
+def _ids(deltas: list[Delta]) -> list[int]:
+    return [token.token_id for delta in deltas for token in delta.tokens]
+
+
+async def test_a_moved_stream_goes_on_after_the_sources_word_whatever_came_first() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_frame(_delta(0, 1)))
+    hub.deliver(_there(_moved(_delta(2, 3))))
+    hub.deliver(_frame(_delta(1, 2)))
+    hub.deliver(_there(_moved(_delta(3, 4))))
+    assert len(stream._deltas) == 2
+    hub.deliver(_frame(_word(2)))
+    hub.deliver(_frame(_delta(2, 99)))
+    hub.deliver(_there(_moved(_delta(4, 5, finish=FinishReason.LENGTH))))
+    told = await _all(stream)
+    assert _ids(told) == [1, 2, 3, 4, 5]
+    assert [delta.moved for delta in told if delta.moved] == [OTHER]
+
+
+async def test_news_of_a_move_that_came_to_nothing_are_never_told() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_there(_moved(_delta(0, 98, 99), move=3), _moved(_delta(2, finish=FinishReason.ABORT), move=3)))
+    hub.deliver(_frame(_delta(0, 1)))
+    hub.deliver(_frame(_word(1)))
+    hub.deliver(_there(_moved(_delta(1, 97), move=3)))
+    hub.deliver(_there(_moved(_delta(1, 2, finish=FinishReason.STOP))))
+    assert _ids(await _all(stream)) == [1, 2]
+
+
+async def test_what_was_missed_after_a_move_is_told_again() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_frame(_delta(0, 1), _word(1)))
+    hub.deliver(_there(_moved(_delta(2, 3))))  # before it nobody listened
+    hub.deliver(_there(_moved(_delta(1, 2)), _moved(_delta(2, 3)), _moved(_delta(3, 4))))
+    hub.deliver(_there(_moved(_delta(2, 3))))
+    hub.deliver(_there(_moved(_delta(4, 5))))
+    hub.deliver(_there(_moved(_delta(6, 7))))
+    told = await _all(stream)
+    assert _ids(told) == [1, 2, 3, 4, 5]
+    assert all(delta.tokens or delta.moved or delta.error for delta in told)
+    assert told[-1].error is not None
+    assert told[-1].error.by == OTHER.name
+
+
+async def test_after_a_move_the_new_worker_is_the_one_whose_loss_matters() -> None:
+    hub = FrameHub()
+    stream = hub.expect("a", DECODE)
+    hub.deliver(_frame(_delta(0, 1), _word(1)))
+    hub.lost(DECODE.name, DECODE.incarnation, "killed")
+    assert len(stream._deltas) == 2
+    hub.lost(OTHER.name, OTHER.incarnation, "killed")
+    *_, last = await _all(stream)
+    assert last.error is not None
+    assert last.error.by == OTHER.name

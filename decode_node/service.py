@@ -498,6 +498,7 @@ class DecodeNode:
         except ValueError as error:  # the two ends disagree on whether the first token ends the request
             self._engine.abort(guest.request.request_id, FinishReason.ERROR)
             self._emit(guest, error=Declined(Code.MISMATCH, str(error), by=self._info.ref.name))
+            self._unheard.drop(guest.request.request_id)
             self._advance(guest, d.EngineEnded(), now)
             return
         if guest.generated:

@@ -296,6 +296,25 @@ def test_a_preempted_request_stays(net: Net) -> None:
     net.check()
 
 
+def test_a_request_that_cannot_be_adopted_is_an_error_and_no_other_text(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = request("r", prompt(100), max_tokens=60)
+    started(net, req, 3)
+    monkeypatch.setattr(net.workers["d1"].engine, "adopt", refuse_to_adopt)
+    move(net, "r")
+    net.run()
+    error = net.told["r"].error
+    assert error is not None
+    assert (error.code, error.by) == (Code.MISMATCH, "d1")
+    assert net.told["r"].tokens == single(req)[: len(net.told["r"].tokens)]
+    net.check()
+
+
+def refuse_to_adopt(request: Request, first: object) -> None:
+    raise ValueError(f"{request.request_id} was leased for other tokens")
+
+
 def test_no_room_over_there(net: Net) -> None:
     net.add("d1", "decode", ledger_engine(num_blocks=8))
     req = request("r", prompt(100), max_tokens=60)

@@ -10,9 +10,10 @@ may belong to somebody else by then. The source hangs up *before* it gives memor
 pushes). So the destination looks at the socket *after* each copy: still connected means that the bytes were still the
 lease's, else the lease fails.
 
-Measured on 2 quiet cores over random cold lists of 16 / 64 / 368 / 2048 KiB: one numpy copy per block 7.9 / 14.6 / 19.6
-/ 17.8 GB/s, which gives the interpreter lock away while it copies; as a memoryview, which keeps the lock, 9.2 at 16 KiB
-and no more above; through the kernel (`process_vm_readv`, `preadv`) 3-6.
+Measured on 2 quiet cores over random cold lists of 16 / 64 / 368 / 2048 KiB, between two processes: 11.5 / 15.1 / 16.3
+/ 18.3 GB/s, where one thread of one process copies 10.4 / 16.7 / 23.1 / 20.8 block by block (`kvtransfer.copying`, one
+call per turn without the interpreter lock; a numpy copy per block was a third slower at 16 KiB). Through the kernel
+(`process_vm_readv`, `preadv`) it is 3 to 6.
 """
 
 from __future__ import annotations

@@ -320,8 +320,10 @@ class RouterState:
         for source, counters in known.fetches.items():
             last = before.get(source, FetchCounters(source))
             num_bytes, seconds = counters.kv_bytes - last.kv_bytes, counters.seconds - last.seconds
+            control_s = (counters.fetches - last.fetches) * self._knobs.handover_s
             if num_bytes >= LINK_MIN_BYTES and seconds > 0:
-                pair, rate = (source, report.worker), num_bytes / seconds
+                # The estimate adds the control messages; a short fetch is little else.
+                pair, rate = (source, report.worker), num_bytes / max(seconds - control_s, seconds / 10)
                 old, _ = self._fetch_links.get(pair, (rate, now))
                 self._fetch_links[pair] = (old * (1 - LINK_STEP) + rate * LINK_STEP, now)
 

@@ -39,7 +39,7 @@ async def decoding(cluster: LocalCluster, request_id: str, tokens: int = 1) -> t
     return source, next(name for name in DECODE if name != source)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 async def test_a_move_at_any_step_changes_no_token(toy: Path, alone: Alone, seed: int) -> None:
     chance = random.Random(seed)
     sampling: dict[str, object] = {"temperature": 0.9, "seed": seed, "frequency_penalty": 0.3} if seed % 2 else {}
@@ -116,7 +116,7 @@ async def test_several_sequences_stay_together(toy: Path) -> None:
         await cluster.drain(source, False)
 
 
-@pytest.mark.parametrize("turns", [1, 3, 5, 8])
+@pytest.mark.parametrize("turns", [1, 3, 6])
 @pytest.mark.parametrize("how", ["abort", "deadline", "kill destination", "kill source"])
 async def test_what_ends_during_a_move_ends_cleanly(toy: Path, alone: Alone, how: str, turns: int) -> None:
     req = request("r", 200, max_tokens=90, ignore_eos=True)

@@ -61,7 +61,7 @@ def migrated(answer: object) -> Migrated:
     return answer
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_at_any_moment_a_move_changes_no_token(net: Net, seed: int) -> None:
     chance = random.Random(seed)
     sampling = (
@@ -233,7 +233,7 @@ def test_whatever_ends_a_move_wherever_it_is_no_token_is_wrong_and_no_block_stay
     net.check()
 
 
-@pytest.mark.parametrize("turns", range(0, 14, 2))
+@pytest.mark.parametrize("turns", [0, 2, 4, 8])
 @pytest.mark.parametrize("how", ["abort", "kill destination", "kill source"])
 def test_an_end_some_turns_after_the_question(net: Net, how: str, turns: int) -> None:
     req = request("r", prompt(120), max_tokens=60)

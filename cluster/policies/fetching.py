@@ -13,8 +13,8 @@ eviction takes away what is not used.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from cluster.policies import estimates
 from cluster.policies.estimates import FetchPlan, Work
@@ -22,11 +22,34 @@ from cluster.snapshot import RequestView, Snapshot, WorkerView
 
 MOST_SOURCES = 3
 """Peers that are looked at: those that hold the longest part, the idlest of them first."""
+MOST_DESTINATIONS = 8
+"""Workers of each pool that may fetch: more than these cost the router time and win nothing."""
 MOST_TRANSFERS = 16
 """A peer that is moving more than this at once is not asked."""
 
 
-def sources(request: RequestView, snapshot: Snapshot) -> tuple[WorkerView, ...]:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Between whom fetching is considered for one request."""
+
+    sources: tuple[WorkerView, ...] = ()
+    destinations: frozenset[str] = frozenset()
+
+
+def peers_for(request: RequestView, snapshot: Snapshot, candidates: Iterable[WorkerView]) -> Peers:
+    """`candidates`: who might compute the prompt. Of each pool the idlest are looked at: a short queue is what a
+    destination has over the holder."""
+    sources = _sources(snapshot)
+    if not sources:
+        return Peers()
+    pools: dict[str, list[WorkerView]] = {}
+    for view in candidates:
+        pools.setdefault(view.info.role, []).append(view)
+    idlest = (view for pool in pools.values() for view in heapq.nsmallest(MOST_DESTINATIONS, pool, key=_idle_first))
+    return Peers(sources, frozenset(view.name for view in idlest))
+
+
+def _sources(snapshot: Snapshot) -> tuple[WorkerView, ...]:
     """Workers of either pool that could send something of this prompt now."""
     if snapshot.knobs.fetch == "never" or not snapshot.held:
         return ()
@@ -38,7 +61,7 @@ def sources(request: RequestView, snapshot: Snapshot) -> tuple[WorkerView, ...]:
     return tuple(heapq.nsmallest(MOST_SOURCES, able, key=lambda view: (-snapshot.held[view.name], _busy(view))))
 
 
-def on_prefill(request: RequestView, view: WorkerView, peers: tuple[WorkerView, ...], snapshot: Snapshot) -> Work:
+def on_prefill(request: RequestView, view: WorkerView, peers: Peers, snapshot: Snapshot) -> Work:
     """`estimates.on_prefill`, with a fetch where that is faster."""
 
     def given(overlap: int) -> Work:
@@ -47,7 +70,7 @@ def on_prefill(request: RequestView, view: WorkerView, peers: tuple[WorkerView, 
     return _cheapest(request, view, peers, snapshot, given(snapshot.overlap(view)), given)
 
 
-def on_decode(request: RequestView, view: WorkerView, peers: tuple[WorkerView, ...], snapshot: Snapshot) -> Work | None:
+def on_decode(request: RequestView, view: WorkerView, peers: Peers, snapshot: Snapshot) -> Work | None:
     """`estimates.on_decode`, with a fetch where that is faster."""
 
     def given(overlap: int) -> Work | None:
@@ -68,14 +91,16 @@ def cost_s(source: WorkerView, view: WorkerView, tokens: int, snapshot: Snapshot
 def _cheapest(
     request: RequestView,
     view: WorkerView,
-    peers: tuple[WorkerView, ...],
+    peers: Peers,
     snapshot: Snapshot,
     plain: Work,
     given: Callable[[int], Work | None],
 ) -> Work:
+    if view.name not in peers.destinations:
+        return plain
     fetched, here = list[Work](), snapshot.overlap(view)
     size = view.load.block_size
-    for source in peers:
+    for source in peers.sources:
         tokens = min(snapshot.held[source.name], request.prompt_tokens - 1) // size * size
         if source.name == view.name or tokens < here + size:
             continue
@@ -89,6 +114,10 @@ def _cheapest(
         elif plain.forgone is None:
             plain = replace(plain, forgone=plan)
     return min(fetched, key=lambda work: work.total_s, default=plain)
+
+
+def _idle_first(view: WorkerView) -> tuple[int, int, int, str]:
+    return view.queued_prefill_tokens, view.batch, view.last_placed, view.name
 
 
 def _busy(view: WorkerView) -> tuple[int, int, str]:

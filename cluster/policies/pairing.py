@@ -23,7 +23,9 @@ def pair(
     prefill = None if local or not found.prefill else min(found.prefill, key=rank)
     if prefill is None:
         reason = LOCAL_ALWAYS if local else LOCAL_ONLY
-    work = fetching.on_prefill(request, prefill or decode, fetching.sources(request, snapshot), snapshot)
+    computes = prefill or decode
+    peers = fetching.peers_for(request, snapshot, [computes])
+    work = fetching.on_prefill(request, computes, peers, snapshot)
     return Placement(
         request_id=request.request_id,
         prefill=prefill.info.ref if prefill else None,

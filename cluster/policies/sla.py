@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from cluster.policies import estimates, fetching
 from cluster.policies.candidates import Candidates, candidates
 from cluster.policies.estimates import Work
+from cluster.policies.fetching import Peers
 from cluster.snapshot import (
     AT_RISK,
     FASTEST,
@@ -71,7 +72,7 @@ def choose(request: RequestView, snapshot: Snapshot, now: float) -> Placement | 
     found = candidates(request, snapshot)
     if isinstance(found, Refusal):
         return found
-    peers = fetching.sources(request, snapshot)
+    peers = fetching.peers_for(request, snapshot, (*found.prefill, *found.decode))
     remote = _best(_remote_options(request, found, peers, snapshot))
     local = _best(_local_options(request, found, peers, snapshot, forced=remote is None))
     chosen = _prefer(remote, local, snapshot)
@@ -79,9 +80,7 @@ def choose(request: RequestView, snapshot: Snapshot, now: float) -> Placement | 
     return _placement(request, chosen, rival, snapshot)
 
 
-def _remote_options(
-    request: RequestView, found: Candidates, peers: tuple[WorkerView, ...], snapshot: Snapshot
-) -> Iterator[Option]:
+def _remote_options(request: RequestView, found: Candidates, peers: Peers, snapshot: Snapshot) -> Iterator[Option]:
     if snapshot.knobs.local_prefill == "always":
         return
     works = {view.name: fetching.on_prefill(request, view, peers, snapshot) for view in found.prefill}
@@ -117,7 +116,7 @@ def _decode_shortlist(
 
 
 def _local_options(
-    request: RequestView, found: Candidates, peers: tuple[WorkerView, ...], snapshot: Snapshot, *, forced: bool
+    request: RequestView, found: Candidates, peers: Peers, snapshot: Snapshot, *, forced: bool
 ) -> Iterator[Option]:
     """`forced`: nobody else can compute the prompt, so a broken promise is better than no answer."""
     if snapshot.knobs.local_prefill == "never":

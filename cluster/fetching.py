@@ -98,8 +98,11 @@ class FetchDestination:
         """Ask for the prefix of a request that was just queued in the engine. False: it will be computed."""
         if len(self._flights) >= self._limits.most_fetches or fetch.source == self._info.ref:
             return False
-        if self._transfers.cooling_s(fetch.source.peer) > 0:
+        if self._transfers.cooling_s(fetch.source.peer) > 0 or self._engine.fetching(request_id):
             return False
+        for before in tuple(self._flights.values()):
+            if before.arrival.request_id == request_id:  # what comes for one that was aborted is not this one's
+                self._advance(before, f.RequestEnded(), now)
         room = self._engine.fetch(request_id, fetch.tokens)
         if room is None:
             return False

@@ -36,7 +36,7 @@ class Peers:
     destinations: frozenset[str] = frozenset()
 
 
-def peers_for(request: RequestView, snapshot: Snapshot, candidates: Iterable[WorkerView]) -> Peers:
+def peers_for(snapshot: Snapshot, candidates: Iterable[WorkerView]) -> Peers:
     """`candidates`: who might compute the prompt. Of each pool the idlest are looked at: a short queue is what a
     destination has over the holder."""
     sources = _sources(snapshot)

@@ -24,7 +24,7 @@ def pair(
     if prefill is None:
         reason = LOCAL_ALWAYS if local else LOCAL_ONLY
     computes = prefill or decode
-    peers = fetching.peers_for(request, snapshot, [computes])
+    peers = fetching.peers_for(snapshot, [computes])
     work = fetching.on_prefill(request, computes, peers, snapshot)
     return Placement(
         request_id=request.request_id,

@@ -72,7 +72,7 @@ def choose(request: RequestView, snapshot: Snapshot, now: float) -> Placement | 
     found = candidates(request, snapshot)
     if isinstance(found, Refusal):
         return found
-    peers = fetching.peers_for(request, snapshot, (*found.prefill, *found.decode))
+    peers = fetching.peers_for(snapshot, (*found.prefill, *found.decode))
     remote = _best(_remote_options(request, found, peers, snapshot))
     local = _best(_local_options(request, found, peers, snapshot, forced=remote is None))
     chosen = _prefer(remote, local, snapshot)

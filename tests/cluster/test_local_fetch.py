@@ -16,6 +16,8 @@ from cluster.snapshot import FETCHED, Placement, Refusal, RequestView, WorkerVie
 from engine.types import Request
 from kvtransfer.faults import Fault
 from tandem.messages import (
+    Abort,
+    Aborted,
     Code,
     Declined,
     FaultInjected,
@@ -23,8 +25,10 @@ from tandem.messages import (
     Fetch,
     FetchCounters,
     FetchPrefix,
+    FinishedEarly,
     InjectFault,
     PrefixComing,
+    Submit,
 )
 from tests.cluster.local_rig import config, ids, request, running
 from tests.router.worlds import TIMES
@@ -337,3 +341,25 @@ async def test_a_destination_that_dies_leaves_nothing_at_the_source(toy: Path, a
         assert ids(tokens) == alone(AGAIN)
         assert outcome.attempts == 2
         await cluster.until(source.idle)
+
+
+@pytest.mark.parametrize("blocks", [4, 9])
+async def test_what_comes_for_an_aborted_request_is_not_its_successors(toy: Path, alone: Alone, blocks: int) -> None:
+    """The same id at once again, with another prompt and from another worker that sends nothing."""
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        source, other = cluster.info(holder).ref, cluster.info(other_than(holder)).ref
+        decode = cluster.info("decode-0").ref
+        once = replace(AGAIN, sampling=replace(AGAIN.sampling, max_tokens=1))
+        unlike = replace(once, token_ids=tuple(reversed(once.token_ids)))
+        hold_back(cluster, "decode-0")
+        _, gone, told = await asyncio.gather(
+            cluster.ask(other, Submit(once, decode, Fetch(source, 16 * blocks, PATIENT_S))),
+            cluster.ask(other, Abort(once.request_id)),
+            cluster.ask(other, Submit(unlike, decode, Fetch(decode, 144, 0.3))),
+        )
+        assert gone == Aborted(once.request_id, known=True)
+        assert isinstance(told, FinishedEarly)
+        assert [token.token_id for delta in told.deltas for token in delta.tokens] == alone(unlike)
+        assert told.report.fetched_tokens == 0
+        cluster.thaw("decode-0")

@@ -1,9 +1,9 @@
 """How fast each pair really moves bytes, beside what one thread could copy: measured on the traffic itself.
 
 A *busy period* of a peer over a scheme runs from the moment its first push is offered until none is in flight; it is a
-sample if it moved enough for latency not to count and nothing in it failed. So nothing is sent for the measurement's
-sake, no start waits for it, and a new peer is measured with its first hand-over. The first sample of a pair is logged,
-and each that is worse than half of the best so far.
+sample if it moved enough for latency not to count and nothing in it failed; the first one, which pays for joining the
+pair, is none. So nothing is sent for the measurement's sake, no start waits for it, and a new peer is measured with its
+first hand-overs. The first sample of a pair is logged, and the first that falls below half of the best so far.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Rates:
         self.limit_bytes_per_s = copy_limit()
         """What one thread copies here, from memory to memory."""
         self._busy: dict[tuple[PeerId, str], _Busy] = {}
+        self._joined: set[tuple[PeerId, str]] = set()
         self._rates: dict[tuple[PeerId, str], PeerRate] = {}
 
     def offered(self, peer: PeerId, scheme: str, now: float) -> None:
@@ -65,12 +66,16 @@ class Rates:
         busy.failed |= failed
         if not busy.in_flight:
             del self._busy[peer, scheme]
-            if not busy.failed and busy.num_bytes >= SAMPLE_BYTES and now > busy.since_s:
+            sound = (peer, scheme) in self._joined and not busy.failed and now > busy.since_s
+            if not busy.failed:
+                self._joined.add((peer, scheme))
+            if sound and busy.num_bytes >= SAMPLE_BYTES:
                 self._sample(peer, scheme, busy.num_bytes / (now - busy.since_s))
 
     def forget(self, peer: PeerId) -> None:
         """An incarnation that never comes back."""
         self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] != peer}
+        self._joined = {pair for pair in self._joined if pair[0] != peer}
 
     def all(self) -> tuple[PeerRate, ...]:
         return tuple(self._rates.values())

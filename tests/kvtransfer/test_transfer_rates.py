@@ -11,8 +11,17 @@ from kvtransfer.rates import SAMPLE_BYTES, PeerRate, Rates
 from kvtransfer.types import LeaseKey, PushDone
 
 
-def test_a_busy_period_counts_from_its_first_offer_to_its_last_end(caplog: pytest.LogCaptureFixture) -> None:
+def joined(peer: str, scheme: str) -> Rates:
+    """Past the first busy period, which is no sample."""
     rates = Rates()
+    rates.offered(peer, scheme, 0.0)
+    rates.ended(peer, scheme, SAMPLE_BYTES, 1.0, failed=False)
+    assert not rates.all()
+    return rates
+
+
+def test_a_busy_period_counts_from_its_first_offer_to_its_last_end(caplog: pytest.LogCaptureFixture) -> None:
+    rates = joined("d#1", "shm")
     with caplog.at_level(logging.INFO, "kvtransfer.rates"):
         rates.offered("d#1", "shm", 10.0)
         rates.offered("d#1", "shm", 10.5)
@@ -29,7 +38,7 @@ def test_a_busy_period_counts_from_its_first_offer_to_its_last_end(caplog: pytes
 def test_failures_and_little_traffic_are_no_samples_and_a_slow_pair_is_told_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rates = Rates()
+    rates = joined("d#1", "tcp")
 
     def period(num_bytes: int, seconds: float, *, failed: bool = False) -> None:
         rates.offered("d#1", "tcp", 0.0)
@@ -50,10 +59,11 @@ def test_failures_and_little_traffic_are_no_samples_and_a_slow_pair_is_told_agai
 def test_an_engine_tells_what_its_pairs_achieved_beside_the_limit(rig) -> None:
     source, destination = rig.pair(region_bytes=2 * SAMPLE_BYTES)
     spans = block_spans(range(2), SAMPLE_BYTES)
-    key = LeaseKey("request-1", 1)
-    destination.engine.open(key, source.name, spans)
-    source.engine.push(key, destination.name, 0, spans)
-    rig.until(lambda: source.saw(PushDone))
+    for number in (1, 2):
+        key = LeaseKey("request", number)
+        destination.engine.open(key, source.name, spans)
+        source.engine.push(key, destination.name, 0, spans)
+        rig.until(lambda key=key: source.saw(PushDone, key))
     (rate,) = source.engine.rates()
     (stats,) = source.engine.stats()
     assert (rate.peer, rate.scheme, rate.samples) == (destination.name, rig.scheme, 1)

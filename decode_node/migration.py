@@ -65,6 +65,8 @@ class MoveLimits:
     max_stages: int = 8
     spare_blocks: int = 4
     """Room asked for beyond what there is, for what becomes full during the copy."""
+    push_patience_s: float = 5.0
+    """A push that is not acknowledged by then has failed, and with it the move: the request runs on where it is."""
     quiet_patience_s: float = 5.0
 
 

@@ -258,7 +258,9 @@ class Mover:
         try:
             self._transfers.connect(peer, grant.scheme, grant.address)
             spans = [kv.Span(block * size, size) for block in blocks]
-            push_id = self._transfers.push(move.key, peer, push.first_span, spans, scheme=grant.scheme)
+            push_id = self._transfers.push(
+                move.key, peer, push.first_span, spans, scheme=grant.scheme, deadline_s=self._limits.push_patience_s
+            )
         except TransferError as error:
             self._engine.unretain(blocks)
             return [m.PushFailed(str(error))]

@@ -192,6 +192,22 @@ def test_a_failed_push_leaves_it_where_it_is(net: Net, kind: Fault, nth: int) ->
     net.check()
 
 
+def test_a_push_that_nobody_acknowledges_costs_its_patience_and_the_request_decodes_on(net: Net) -> None:
+    req = request("r", prompt(200), max_tokens=150)
+    started(net, req, 3)
+    net.workers["d0"].transfers.faults.add(Fault.DROP)
+    patience_s, asked_s = net.workers["d0"].decode._mover._limits.push_patience_s, net.now
+    moving = move(net, "r")
+    while moving not in net.answers:
+        net.turn(dt=0.1)
+        assert net.now < asked_s + patience_s + 1
+    assert "deadline passed" in declined(net.answers[moving]).message
+    assert 30 < len(net.told["r"].tokens) < 150
+    net.run(turns=200, dt=0.1)
+    assert net.told["r"].tokens == single(req)
+    net.check()
+
+
 @pytest.mark.parametrize("stage", [Stage.ASKING, Stage.COPYING, Stage.COMMITTING])
 @pytest.mark.parametrize(
     "how", ["abort", "deadline", "kill source", "kill destination", "freeze destination", "cut source"]

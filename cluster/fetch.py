@@ -1,7 +1,7 @@
 """The story of one prefix on its way from a peer, told at its destination: a state machine without I/O.
 
     ASKED ─ PrefixComing ─► COMING ─ the last block, or no more ─► ENDING ─ Quiet ─► CLOSED
-      └─ declined, no answer, deadline, source lost, a failed block, the request's end ─►┘
+      └─ declined, no answer, deadline, source lost or giving up, a failed block, the request's end ─►┘
 
 The room is there and the lease open before the question is asked, so blocks may arrive before its answer. What is
 complete from the first block on is entered at once (`Enter`); runs that overtook others wait. Whatever ends it,
@@ -53,6 +53,13 @@ class ReceiveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceGaveUp:
+    """Nothing more will come."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     reason: str
 
@@ -72,7 +79,7 @@ class Tick:
     pass
 
 
-Event = Answered | Received | ReceiveFailed | PeerLost | RequestEnded | Quiet | Tick
+Event = Answered | Received | ReceiveFailed | SourceGaveUp | PeerLost | RequestEnded | Quiet | Tick
 
 
 # -- effects: what is to be done ---------------------------------------------------------------------------------
@@ -177,7 +184,7 @@ def _end_when_there(arrival: Arrival) -> Step:
     return _end(arrival, f"the source had {arrival.coming_blocks} blocks")
 
 
-def _failed(arrival: Arrival, event: ReceiveFailed | PeerLost, now: float) -> Step:
+def _failed(arrival: Arrival, event: ReceiveFailed | SourceGaveUp | PeerLost, now: float) -> Step:
     return _end(arrival, event.reason)
 
 
@@ -200,11 +207,14 @@ def _end(arrival: Arrival, reason: str) -> Step:
 _LIVE: dict[type, Handler] = {
     Received: _received,
     ReceiveFailed: _failed,
+    SourceGaveUp: _failed,
     PeerLost: _failed,
     RequestEnded: _request_ended,
     Tick: _tick,
 }
-_LATE: dict[type, Handler] = dict.fromkeys((Answered, Received, ReceiveFailed, PeerLost, RequestEnded, Tick), _stay)
+_LATE: dict[type, Handler] = dict.fromkeys(
+    (Answered, Received, ReceiveFailed, SourceGaveUp, PeerLost, RequestEnded, Tick), _stay
+)
 """What was under way when the end was decided."""
 _TABLE: dict[Stage, dict[type, Handler]] = {
     Stage.ASKED: {**_LIVE, Answered: _answered},

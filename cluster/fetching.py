@@ -4,7 +4,7 @@
       engine: room ─▶ lease open ─▶ FetchPrefix ─▶ engine: which of these blocks are here? retain them
       prompt waits, others run    ◀─ PrefixComing ─┤
       blocks enter the cache      ◀══ pushes ══════┘ let go as they are acknowledged
-      prompt goes on, lease closed
+      prompt goes on, lease closed  ◀─ DropLease ─── only when a push failed: wait no longer
 
 Decisions of the destination are `fetch.advance`'s. The source sends in order, several blocks a push, so that what came
 before a deadline counts, and after all hand-overs: those make somebody wait for a token. Blocks of either end that a
@@ -31,6 +31,7 @@ from tandem.messages import (
     Answer,
     Code,
     Declined,
+    DropLease,
     Fetch,
     FetchCounters,
     FetchPrefix,
@@ -65,6 +66,8 @@ class _Flight:
     key: kv.LeaseKey
     arrival: Arrival
     blocks: tuple[int, ...]
+    given_up: str = ""
+    """Why the source sends no more."""
     closed_s: float | None = None
     cut: bool = False
 
@@ -143,6 +146,13 @@ class FetchDestination:
             self._advance(flight, f.Answered(answer), now)
         return flight is not None
 
+    def dropped(self, drop: DropLease) -> bool:
+        """The source gives up; what has come counts, so the transfer's events are heard first. False: not ours."""
+        flight = self._flights.get(kv.LeaseKey(drop.lease_id, drop.generation))
+        if flight is not None:
+            flight.given_up = f"the source gave up: {drop.reason}"
+        return flight is not None
+
     # -- the loop's calls -------------------------------------------------------------------------------------------
 
     def transferred(self, event: kv.TransferEvent, now: float) -> bool:
@@ -171,6 +181,8 @@ class FetchDestination:
         for flight in tuple(self._flights.values()):
             waits = self._engine.fetching(flight.arrival.request_id)
             self._advance(flight, f.Tick() if waits else f.RequestEnded(), now)
+            if flight.given_up and flight.closed_s is None:
+                self._advance(flight, f.SourceGaveUp(flight.given_up), now)
             if flight.closed_s is not None and now >= flight.closed_s + self._limits.quiet_patience_s:
                 if not flight.cut:
                     self._transfers.cut(flight.arrival.source.peer)
@@ -236,6 +248,7 @@ class _Loan:
 
     destination: WorkerRef
     pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    failed: str = ""
     withdrawn_s: float | None = None
     cut: bool = False
 
@@ -249,19 +262,28 @@ class FetchSource:
         engine: Engine,
         transfers: TransferEngine,
         *,
+        ask: Callable[[WorkerRef, Question], int],
         reply: Callable[[int, Answer], None],
         limits: FetchLimits = FetchLimits(),
     ) -> None:
         self._info = info
         self._engine = engine
         self._transfers = transfers
+        self._ask = ask
         self._reply = reply
         self._limits = limits
+        self._told: set[int] = set()
         self._loans: dict[kv.LeaseKey, _Loan] = {}
 
     def fetch_prefix(self, ask_id: int, question: FetchPrefix, now: float) -> None:
         """Send what is here of it, or say at once why not."""
         self._reply(ask_id, self._refuse(question) or self._lend(question, now))
+
+    def answered(self, ask_id: int) -> bool:
+        """False: not an answer to a question of ours."""
+        told = ask_id in self._told
+        self._told.discard(ask_id)
+        return told
 
     def transferred(self, event: kv.TransferEvent, now: float) -> bool:
         """An event of the transfer engine; False: not about a push of ours."""
@@ -275,12 +297,14 @@ class FetchSource:
                 self._engine.unretain(loan.pushes.pop(push_id))
                 if not loan.pushes and loan.withdrawn_s is None:
                     del self._loans[event.key]
-            case kv.PushFailed():
+            case kv.PushFailed(reason=reason):
+                loan.failed = loan.failed or reason
                 self._withdraw(event.key, loan, now)
             case kv.Quiet():
                 for blocks in loan.pushes.values():
                     self._engine.unretain(blocks)
                 del self._loans[event.key]
+                self._tell(event.key, loan)
         return True
 
     def tick(self, now: float) -> None:
@@ -348,6 +372,11 @@ class FetchSource:
             loan.pushes[push_id] = part
         self._loans[key] = loan
         return PrefixComing(question.fetch_id, len(blocks))
+
+    def _tell(self, key: kv.LeaseKey, loan: _Loan) -> None:
+        """Whoever waits for what failed; whether it hears that makes no difference here."""
+        if loan.failed:
+            self._told.add(self._ask(loan.destination, DropLease(key.lease_id, key.generation, loan.failed)))
 
     def _withdraw(self, key: kv.LeaseKey, loan: _Loan, now: float) -> None:
         if loan.withdrawn_s is None:

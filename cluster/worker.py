@@ -35,6 +35,7 @@ from tandem.messages import (
     Declined,
     DrainingSet,
     DropLease,
+    Dropped,
     Expect,
     FaultInjected,
     Fetch,
@@ -65,9 +66,9 @@ Outgoing = Answer | Forward | FrameFor | LoadReport | KvEvents
 
 ROLES: dict[str, frozenset[type[Question]]] = {
     "prefill": frozenset({Submit}),
-    "decode": frozenset({Expect, AskLease, RenewLease, Commit, DropLease, Migrate, AskMove, Follow}),
+    "decode": frozenset({Expect, AskLease, RenewLease, Commit, Migrate, AskMove, Follow}),
 }
-"""Work that a role accepts; Abort and the router's and operator's questions are for everybody."""
+"""Work that a role accepts. What ends something, and the router's and operator's questions, are for everybody."""
 KEYS_PER_EVENT = 4096
 """Prefix keys in one `KvEvents`; a larger change takes several."""
 
@@ -112,13 +113,15 @@ class Worker:
         )
         self.decode = DecodeNode(self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.decode)
         self.fetches = FetchDestination(self.info, engine, transfers, ask=self._ask, limits=settings.fetch)
-        self.loans = FetchSource(self.info, engine, transfers, reply=self._reply, limits=settings.fetch)
+        self.loans = FetchSource(
+            self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.fetch
+        )
         self._handlers: dict[type, Callable[[int, Any, float], None]] = {
             Expect: self._expect,
             AskLease: self.decode.ask_lease,
             RenewLease: self.decode.renew,
             Commit: self.decode.commit,
-            DropLease: self.decode.drop,
+            DropLease: self._drop_lease,
             Migrate: self.decode.migrate,
             AskMove: self.decode.ask_move,
             Follow: self.decode.follow,
@@ -142,7 +145,7 @@ class Worker:
 
     def answered(self, ask_id: int, answer: Answer, now: float) -> None:
         """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
-        if self.decode.answered(ask_id, answer, now):
+        if self.decode.answered(ask_id, answer, now) or self.loans.answered(ask_id):
             return
         if not self.fetches.answered(ask_id, answer, now):
             self.prefill.answered(ask_id, answer, now)
@@ -239,6 +242,12 @@ class Worker:
         else:
             known = [self.decode.abort_sequence(abort.request_id, abort.index, now)]
         self._reply(ask_id, Aborted(abort.request_id, any(known)))
+
+    def _drop_lease(self, ask_id: int, drop: DropLease, now: float) -> None:
+        if self.fetches.dropped(drop):
+            self._reply(ask_id, Dropped(drop.lease_id))
+        else:
+            self.decode.drop(ask_id, drop, now)
 
     def _replay_prefixes(self, ask_id: int, question: ReplayPrefixes, now: float) -> None:
         self._reply(ask_id, Replaying(self.engine.retell_kv_events()))

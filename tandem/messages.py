@@ -9,7 +9,8 @@ and events past tense (`HandedOver`). The life of a request in messages:
     prefill → decode   RenewLease    → LeaseRenewed | Declined
     prefill → decode   Commit        → Committed | Declined                       (idempotent by lease and generation)
     prefill → decode   DropLease     → Dropped
-    any     → any      FetchPrefix   → PrefixComing | Declined                    (KV that somebody has computed before)
+    any     → any      FetchPrefix   → PrefixComing | Declined                    (KV that somebody has computed before;
+                                                                                  DropLease when it will not come)
     decode  → gateway  Frame         (one per gateway and step, all its new tokens)
     router  → decode   Migrate       → Migrated | Declined                        (answered when the request has moved)
     decode  → decode   AskMove       → LeaseGranted | Declined                    (then RenewLease, Commit, DropLease)

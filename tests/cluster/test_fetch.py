@@ -20,6 +20,7 @@ ENDS: dict[str, f.Event] = {
     "too many": f.Answered(PrefixComing("x", 5)),
     "none": f.Answered(PrefixComing("x", 0)),
     "failed": f.ReceiveFailed("checksum"),
+    "given up": f.SourceGaveUp("a push failed"),
     "lost": f.PeerLost("gone"),
     "request over": f.RequestEnded(),
 }

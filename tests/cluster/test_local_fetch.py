@@ -192,6 +192,22 @@ async def test_a_fetch_that_goes_wrong_costs_time_alone(toy: Path, alone: Alone,
         assert ids(tokens) == alone(later), "nothing wrong was kept"
 
 
+@pytest.mark.parametrize("nth", [1, 3])
+async def test_a_source_whose_push_fails_says_so(toy: Path, alone: Alone, nth: int) -> None:
+    """Nobody waits for the deadline; what came before counts."""
+    async with running(toy, config(2)) as cluster:
+        holder = await warmed(cluster, FIRST)
+        steer(cluster, away_from=holder, source=holder, tokens=144, patience_s=3 * PATIENT_S)
+        source = cluster.slots[holder].worker
+        block_bytes = source.engine.info.block_bytes
+        source.loans._limits = replace(source.loans._limits, push_bytes=block_bytes, quiet_patience_s=0.1)
+        await cluster.ask(cluster.info(holder).ref, InjectFault(FaultKind.FAIL, nth=nth))
+        tokens, outcome = await asyncio.wait_for(cluster.generate(AGAIN), PATIENT_S)
+        assert ids(tokens) == alone(AGAIN)
+        assert outcome.report.fetched_tokens == 16 * (nth - 1)
+        assert counters(cluster, outcome.prefill).failed == 1
+
+
 @pytest.mark.parametrize("moment", ["before", "asked"])
 async def test_a_source_that_dies_is_not_waited_for(toy: Path, alone: Alone, moment: str) -> None:
     async with running(toy, config(2)) as cluster:

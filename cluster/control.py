@@ -32,7 +32,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.events import Publisher
-from cluster.ipc import RankSettings, to_json
+from cluster.ipc import LAST_WORD, RankSettings, to_json
 from cluster.node_client import NodeClient
 from cluster.node_server import NodeServer
 from engine.errors import TandemError
@@ -59,7 +59,11 @@ log = logging.getLogger(__name__)
 
 
 class WorkerDied(TandemError):
-    """The rank process ended before it was ready; the message says how."""
+    """The rank process ended before it was ready; the message says how, and why as far as the rank could tell."""
+
+
+_LAST_WORD_S = 1.0
+"""How much longer than a failed rank its last word may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,7 @@ class Control:
         self._gateways: dict[str, asyncio.Queue[Frame | None]] = {}
         self._requests: dict[str, set[str]] = defaultdict(set)
         self._heard_s = 0.0
+        self._last_word: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo | None = None
         self.last_report: LoadReport | None = None
@@ -279,7 +284,10 @@ class Control:
 
     async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        self._lost(f"its rank process ended with {_exit_name(code)}")
+        if code > 0:
+            await asyncio.wait({self._last_word}, timeout=_LAST_WORD_S)
+        why = f": {self._last_word.result()}" if self._last_word.done() else ""
+        self._lost(f"its rank process ended with {_exit_name(code)}{why}")
 
     async def _watch_silence(self) -> None:
         while not self.died.done():
@@ -319,6 +327,8 @@ class Control:
                     await self._publish(value)
                 case WorkerInfo():
                     self._ready.set_result(value)
+                case Declined(message=why) if ask_id == LAST_WORD:
+                    self._last_word.set_result(why)
                 case _:
                     asked = self._waiting.get(ask_id)
                     if asked is not None and not asked.done():

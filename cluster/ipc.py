@@ -17,6 +17,9 @@ from engine.config import EngineConfig
 from kvtransfer.tiers.types import TierSettings
 from prefill_node.service import PrefillLimits
 
+LAST_WORD = 0
+"""The `ask_id` under which a rank says why it ends: Declined. Questions are counted from 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:

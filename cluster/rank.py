@@ -3,6 +3,7 @@
 It loads the model, registers its KV pool with the transports, tells control who it is, and then loops: take what came,
 `prepare`, send, `tick`, send; asleep only while nothing runs, and woken by control or by a transport. It speaks to
 control and, through the transports, to the pools of its peers; to nobody else. It dies with its control, by signal.
+What else ends it is its last word to control, so that whoever started the cluster is told why.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from types import FrameType
 import zmq
 
 from cluster import tiers
-from cluster.ipc import RankSettings, from_json
+from cluster.ipc import LAST_WORD, RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
+from engine.errors import TandemError
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.select import make_transport
 from kvtransfer.transport import Transport
-from tandem.messages import Question
+from tandem.messages import Code, Declined, Question
 from tandem.wire import decode_envelope, encode_envelope
 
 log = logging.getLogger("tandem.rank")
@@ -116,26 +118,40 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is control's to handle
     limit_threads(settings.engine.threads)
-    engine = Engine.open(settings.engine)
-    doorbell = Doorbell()
-    transfers = open_transfers(settings, engine, doorbell)
-    role, lower = settings.worker.role, settings.tiers
-    store = tiers.attach(engine, lower, role, wake=doorbell.ring) if lower is not None else None
-    worker = Worker(settings.worker, engine, transfers)
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
         pair.setsockopt(zmq.SNDHWM, 0)
         pair.setsockopt(zmq.RCVHWM, 0)
         pair.setsockopt(zmq.LINGER, 200)
         pair.connect(settings.endpoint)
-        loop = RankLoop(worker, pair, doorbell)
-        signal.signal(signal.SIGTERM, loop.stop)
         try:
-            loop.run()
-        finally:
-            transfers.shutdown()
-            if store is not None:
-                store.shutdown()
+            serve(settings, pair)
+        except Exception as error:
+            pair.send(encode_envelope(LAST_WORD, Declined(Code.INTERNAL, reason_of(error)), time.monotonic()))
+            raise
     return 0
+
+
+def serve(settings: RankSettings, pair: zmq.Socket[bytes]) -> None:
+    """Load, register, and loop until told to stop."""
+    engine = Engine.open(settings.engine)
+    doorbell = Doorbell()
+    transfers = open_transfers(settings, engine, doorbell)
+    role, lower = settings.worker.role, settings.tiers
+    store = tiers.attach(engine, lower, role, wake=doorbell.ring) if lower is not None else None
+    loop = RankLoop(Worker(settings.worker, engine, transfers), pair, doorbell)
+    signal.signal(signal.SIGTERM, loop.stop)
+    try:
+        loop.run()
+    finally:
+        transfers.shutdown()
+        if store is not None:
+            store.shutdown()
+
+
+def reason_of(error: Exception) -> str:
+    """In one line, for people; errors of ours say it all themselves."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, TandemError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 def die_with_parent() -> None:

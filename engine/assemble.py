@@ -31,7 +31,7 @@ def assemble(config: EngineConfig) -> tuple[ModelRunner | CpuRunner, ModelFacts,
     checkpoint = open_checkpoint(config.model)
     shape = checkpoint.config
     layout = _layout(config, shape)
-    pool = KVPool(layout, config.device)
+    pool = _pool(layout, config.device)
     facts = ModelFacts(
         model=config.model,
         model_digest=checkpoint.digest,
@@ -55,6 +55,14 @@ def _layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
         remedy = f"at least {one.block_bytes}, the bytes of one KV block"
         raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, remedy)
     return KVLayout(num_blocks, one.layers, one.kv_heads, one.head_dim, one.block_size, one.dtype)
+
+
+def _pool(layout: KVLayout, device: str) -> KVPool:
+    try:
+        return KVPool(layout, device)
+    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+        remedy = f"no more than {device} has: {str(error) or type(error).__name__}"
+        raise ConfigError("kv_memory_bytes", layout.pool_bytes, remedy) from error
 
 
 def _runner(config: EngineConfig, checkpoint: Checkpoint, pool: KVPool) -> ModelRunner | CpuRunner:

@@ -264,7 +264,7 @@ async def test_a_call_for_another_incarnation_is_unavailable(pair: tuple[Control
 
 async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     worker = control("p0", "prefill", tmp_path / "nothing")
-    with pytest.raises(WorkerDied, match="p0 did not start: its rank process ended with code"):
+    with pytest.raises(WorkerDied, match=r"p0 did not start: its rank process ended with code 1: .*nothing"):
         await asyncio.wait_for(worker.start(), 60)
 
 

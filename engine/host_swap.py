@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.errors import ConfigError
 from engine.kv import KVLayout, KVPool
 from engine.swap import Pairs
 
@@ -94,9 +95,17 @@ class SwapMemory:
 def _memory_for(pool: KVPool, slots: int) -> SwapMemory:
     layout = pool.layout
     if pool.device.type != "cuda":  # one mapping: the operating system makes its pages resident one by one
-        return SwapMemory(slots, max(1, slots), lambda count: KVPool(replace(layout, num_blocks=count)).tensor)
+        return SwapMemory(slots, max(1, slots), lambda count: _mapped(layout, count))
     together = max(1, _PINNED_TOGETHER_BYTES // layout.block_bytes)
     return SwapMemory(slots, together, lambda count: _pinned(layout, count))
+
+
+def _mapped(layout: KVLayout, blocks: int) -> torch.Tensor:
+    try:
+        return KVPool(replace(layout, num_blocks=blocks)).tensor
+    except (OSError, OverflowError, MemoryError) as error:
+        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
+        raise ConfigError("swap_bytes", blocks * layout.block_bytes, remedy) from error
 
 
 def _pinned(layout: KVLayout, blocks: int) -> torch.Tensor:

@@ -35,24 +35,31 @@ class SwapSlots:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
+        self._returned: list[int] = []
+        self._untouched = 0
+        """From here on never taken: what was not used costs no memory, whatever the bound."""
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return self.total - self._untouched + len(self._returned)
 
     def take(self, count: int) -> list[int] | None:
         """`count` slots, all or none."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        return [self._free.pop() for _ in range(count)]
+        again = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        first, self._untouched = self._untouched, self._untouched + count - len(again)
+        return [*again, *range(first, self._untouched)]
 
     def give_back(self, slots: Iterable[int]) -> None:
-        self._free.extend(slots)
+        self._returned.extend(slots)
 
     def check(self, held: Iterable[int]) -> None:
         """Free and held slots make up the whole, none twice. Raises AssertionError otherwise."""
-        assert sorted([*self._free, *held]) == list(range(self.total)), f"swap slots: free {self._free}, held {held}"
+        used = sorted([*self._returned, *held])
+        story = f"swap slots: {used} of {self.total}, untouched from {self._untouched} on"
+        assert used == list(range(self._untouched)), story
+        assert self._untouched <= self.total, story
 
 
 class CopyRate:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.host_swap import HostSwap, SwapMemory
 from engine.kv import KVLayout, KVPool
+from engine.swap import SwapSlots
 
 LAYOUT = KVLayout(6, 2, 2, 4, 16, "float32")
 
@@ -42,6 +44,27 @@ def test_blocks_come_back_as_they_went_into_other_places() -> None:
     swap.back([(4, 3), (5, 0)])
     swap.copy([(0, 1)])
     assert torch.equal(pool.tensor[[4, 5, 1, 3]], before[[1, 2, 0, 3]])
+
+
+def test_slots_that_were_not_used_cost_nothing_and_those_given_back_are_used_first() -> None:
+    slots = SwapSlots(1 << 60)
+    first = slots.take(3)
+    assert first == [0, 1, 2]
+    slots.give_back([1])
+    assert slots.take(2) == [1, 3]
+    assert slots.free == (1 << 60) - 4
+    slots.check([0, 1, 2, 3])
+    small = SwapSlots(2)
+    assert small.take(3) is None
+    assert small.take(2) == [0, 1]
+    assert small.take(1) is None
+    small.check([0, 1])
+
+
+def test_more_memory_than_there_is_is_refused_by_the_setting_that_asks_for_it() -> None:
+    swap = HostSwap(KVPool(LAYOUT), 1 << 62)
+    with pytest.raises(ConfigError, match=r"swap_bytes is .*; it must be no more than this machine has"):
+        swap.out([(0, 0)])
 
 
 def test_without_swap_space_nothing_can_be_swapped() -> None:

@@ -479,6 +479,29 @@ def _refuse(walk: _Walk, path: str, rule: str, value: str) -> None:
     walk.complain(walk.lines.get(path, 1), path, f"{rule} (now {value})")
 
 
+def _idle(config: TandemConfig, pool: str, walk: _Walk) -> list[tuple[str, str]]:
+    """The keys of a pool (`pools.prefill`) that another setting makes useless, and which."""
+    section = config.pools.of(pool.rpartition(".")[2])
+    idle = []
+    if section.preemption == "recompute":
+        idle.append(("swap_memory", "with preemption: recompute"))
+    if section.tiers is not None and section.tiers.disk_path is None:
+        idle += [(f"tiers.{key}", "without disk_path") for key in ("disk_space", "io_timeout", "fsync")]
+    if not config.model.prefix_caching:
+        idle.append(("tiers", "with prefix_caching: false"))
+    return [(key, why) for key, why in idle if f"{pool}.{key}" in walk.lines]
+
+
+def _crowded(config: TandemConfig, pool: str, walk: _Walk) -> list[str]:
+    section = config.pools.of(pool.rpartition(".")[2])
+    if section.max_num_batched_tokens >= section.max_num_seqs:
+        return []
+    keys = (f"{pool}.max_num_batched_tokens", f"{pool}.max_num_seqs")
+    where = walk.where(next(key for key in keys if key in walk.lines))
+    story = f"{section.max_num_batched_tokens} tokens a step are too few for {section.max_num_seqs} sequences"
+    return [f"{where}: {story}; some would wait between tokens"]
+
+
 _PLAUSIBLE_S = {"ttft": (1e-3, 600.0), "itl": (1e-4, 60.0), "timeout": (0.1, 86400.0)}
 
 
@@ -488,6 +511,8 @@ def _doubts(config: TandemConfig, walk: _Walk) -> list[str]:
     for pool in (f"pools.{role}" for role in ROLES):
         if f"{pool}.num_blocks" in walk.lines and f"{pool}.kv_memory" in walk.lines:
             doubts.append(f"{walk.where(f'{pool}.kv_memory')}: has no effect beside num_blocks, which says the size")
+        doubts += [f"{walk.where(f'{pool}.{key}')}: has no effect {why}" for key, why in _idle(config, pool, walk)]
+        doubts += _crowded(config, pool, walk)
     for name, sla in config.classes.items():
         values = {"ttft": sla.ttft_s, "itl": sla.itl_s, "timeout": sla.timeout_s}
         for key, value in values.items():

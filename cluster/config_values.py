@@ -19,6 +19,7 @@ Reader = Callable[[Any], Any]
 _DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE_UNITS |= {"TB": 10**12, "TiB": 1 << 40}
+_MOST_BYTES = 1 << 50
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)\s*")
 
 
@@ -44,7 +45,10 @@ def size_or_none(value: Any) -> int:
     """As `size`; `0B` is none."""
     if _is_number(value):
         raise Unreadable(f"a size with its unit: {value}MiB or {value}B?")
-    return int(_quantity(value, _SIZE_UNITS, "a size above zero such as 512MiB or 1GiB"))
+    num_bytes = int(_quantity(value, _SIZE_UNITS, "a size above zero such as 512MiB or 1GiB"))
+    if num_bytes > _MOST_BYTES:
+        raise Unreadable(f"a size of at most {_MOST_BYTES >> 40}TiB")
+    return num_bytes
 
 
 def integer(least: int, most: int | None = None) -> Reader:

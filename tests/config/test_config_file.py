@@ -244,6 +244,7 @@ BAD_VALUES = {
     "unknown profile of a pool": ("pools: {decode: {profile: quick}}", "pools.decode.profile: is 'quick'", "balanced"),
     "unknown batching": ("pools: {decode: {batching: big}}", "pools.decode.batching: is 'big'", "continuous, static"),
     "unknown preemption": ("pools: {decode: {preemption: no}}", "pools.decode.preemption", "auto, recompute, swap"),
+    "more than any machine has": ("pools: {decode: {kv_memory: 9999TiB}}", "pools.decode.kv_memory", "at most 1024TiB"),
     "bare swap space": ("pools: {decode: {swap_memory: 64}}", "pools.decode.swap_memory: is 64", "64MiB or 64B?"),
     "swapping to nowhere": (
         "pools: {decode: {preemption: swap, swap_memory: 0B}}",
@@ -336,6 +337,22 @@ DOUBTS = {
     "two sizes for one pool": (
         "pools:\n  decode:\n    num_blocks: 64\n    kv_memory: 1GiB\n",
         "sla.yaml:4: pools.decode.kv_memory: has no effect beside num_blocks",
+    ),
+    "swap space that nobody uses": (
+        "pools:\n  decode:\n    preemption: recompute\n    swap_memory: 1GiB\n",
+        "sla.yaml:4: pools.decode.swap_memory: has no effect with preemption: recompute",
+    ),
+    "disk space nowhere": (
+        "pools:\n  prefill:\n    tiers:\n      host_memory: 1GiB\n      disk_space: 9GiB\n",
+        "sla.yaml:5: pools.prefill.tiers.disk_space: has no effect without disk_path",
+    ),
+    "tiers of no cache": (
+        "model: {prefix_caching: false}\npools: {decode: {tiers: {host_memory: 1GiB}}}",
+        "sla.yaml:2: pools.decode.tiers: has no effect with prefix_caching: false",
+    ),
+    "more sequences than tokens": (
+        "pools:\n  decode:\n    max_num_batched_tokens: 32\n",
+        "sla.yaml:3: pools.decode.max_num_batched_tokens: 32 tokens a step are too few for 64 sequences",
     ),
     "open to others without a key": ("gateway: {host: 0.0.0.0}", "no api_key_env is set"),
 }

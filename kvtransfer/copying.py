@@ -45,8 +45,8 @@ def best_copy() -> Copy:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
     def copy(target: NDArray[np.uint8], source: NDArray[np.uint8], runs: NDArray[np.int64]) -> None:
-        rows = np.ascontiguousarray(runs, np.int64)
-        function(target.ctypes.data, source.ctypes.data, rows.ctypes.data, len(rows))
+        rows = np.ascontiguousarray(runs, np.int64).tobytes()  # as an argument bytes are faster than an array
+        function(target.ctypes.data, source.ctypes.data, rows, len(runs))
 
     return copy
 

@@ -35,6 +35,7 @@ from kvtransfer.layout import check_spans
 from kvtransfer.rates import PeerRate, Rates
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import (
+    NO_NUMBERS,
     LeaseKey,
     Numbers,
     Offer,
@@ -248,7 +249,7 @@ class TransferEngine:
                 lengths=Numbers(spans.lengths),
                 source=self.me,
                 destination=peer,
-                checksums=span_checksums(self._region, spans) if self._checksums else Numbers(),
+                checksums=span_checksums(self._region, spans) if self._checksums else NO_NUMBERS,
             ),
             spans=spans,
             num_bytes=spans.num_bytes,
@@ -470,7 +471,7 @@ class TransferEngine:
             return f"spans {offer.first} … {last - 1} of a lease with {len(lease.spans)}"
         if not lease.empty[offer.first : last].all():
             return f"spans {offer.first} … {last - 1} were offered before"
-        if offer.lengths != Numbers(lease.spans.lengths[offer.first : last]):
+        if offer.lengths.pack() != lease.spans.lengths[offer.first : last].tobytes():
             return f"lengths of spans {offer.first} … {last - 1} differ from the lease's"
         if len(offer.checksums) not in (0, len(offer.lengths)):
             return f"{len(offer.checksums)} checksums for {len(offer.lengths)} spans"

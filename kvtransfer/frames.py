@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer.packing import pack, unpack
-from kvtransfer.types import LeaseKey, Numbers, Offer
+from kvtransfer.types import NO_NUMBERS, LeaseKey, Numbers, Offer
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_HANDSHAKE_BYTES = 8 * 2**10
@@ -127,6 +127,8 @@ def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, bytes]:
 
 def decode_numbers(raw: bytes) -> Numbers:
     """Raises `FrameError` for too many, or for bytes that are no numbers."""
+    if not raw:
+        return NO_NUMBERS
     if len(raw) > MAX_SPANS * 8:
         raise FrameError(f"a list of {len(raw)} bytes, at most {MAX_SPANS} numbers are read")
     try:

@@ -89,9 +89,9 @@ def check_spans(spans: Sequence[Span], region_bytes: int) -> str:
     except OverflowError:
         return f"a span of more than 63 bits is outside the region of {region_bytes} bytes"
     if len(many) <= _FEW:  # arrays cost more than they save
-        for span in many:
-            if span.offset < 0 or not 0 < span.length <= region_bytes or span.offset > region_bytes - span.length:
-                return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
+        for offset, length in zip(many.offsets.tolist(), many.lengths.tolist(), strict=True):
+            if offset < 0 or not 0 < length <= region_bytes or offset > region_bytes - length:
+                return f"span [{offset}, +{length}) is outside the region of {region_bytes} bytes"
         return ""
     # Written without a sum of two numbers from outside, which could wrap around.
     wrong = (many.offsets < 0) | (many.lengths <= 0) | (many.lengths > region_bytes)

@@ -76,10 +76,12 @@ def is_here(address: bytes) -> bool:
 
 @dataclass(slots=True)
 class _Copy:
-    """What is left of one push: `moves` has rows of source offset, destination offset, bytes (int64)."""
+    """What is left of one push: `moves` has rows of source offset, destination offset, bytes (int64), which add up to
+    `num_bytes`."""
 
     serial: int
     moves: NDArray[np.int64]
+    num_bytes: int
 
 
 class ShmPayload:
@@ -131,7 +133,8 @@ class ShmPayload:
         if problem := check_spans(theirs, self._source.nbytes):
             raise FrameError(f"the source offers what it has not: {problem}")
         counts = shared_runs(theirs, spans)
-        self._copies.append(_Copy(serial, _moves(group(theirs, counts), group(spans, counts))))
+        moves = _moves(group(theirs, counts), group(spans, counts))
+        self._copies.append(_Copy(serial, moves, spans.num_bytes))
         if len(self._copies) == 1:
             self._progress()
 
@@ -153,10 +156,13 @@ class ShmPayload:
         budget = TURN_BYTES
         while self._copies and budget > 0:
             copy = self._copies[0]
-            now, copy.moves = _split(copy.moves, budget)
+            now, copy.moves = _split(copy, budget)
             self._copy(self._target, self._source, now)
-            budget -= int(now[:, 2].sum())
-            if not len(copy.moves):
+            if len(copy.moves):
+                copy.num_bytes -= int(now[:, 2].sum())
+                budget = 0
+            else:
+                budget -= copy.num_bytes
                 self._copies.popleft()
                 self._finish(copy.serial)
         return not self._copies
@@ -168,18 +174,20 @@ class ShmPayload:
             self._road.payload_done(serial)
 
 
-def _split(moves: NDArray[np.int64], budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As many as fit into the budget, at least one, and the rest."""
-    if len(moves) == 1:
-        return moves, moves[1:]
+def _split(copy: _Copy, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As many moves as fit into the budget, at least one, and the rest."""
+    moves = copy.moves
+    if len(moves) == 1 or copy.num_bytes <= budget:
+        return moves, moves[len(moves) :]
     fits = max(1, int(np.searchsorted(np.cumsum(moves[:, 2]), budget, side="right")))
     return moves[:fits], moves[fits:]
 
 
 def _moves(reads: Spans, writes: Spans) -> NDArray[np.int64]:
     """One row per run; a run longer than a turn as several."""
-    rows = np.stack([reads.offsets, writes.offsets, reads.lengths], axis=1)
-    if int(rows[:, 2].max()) <= TURN_BYTES:
+    rows = np.empty((len(reads), 3), np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = reads.offsets, writes.offsets, reads.lengths
+    if reads.num_bytes <= TURN_BYTES or int(rows[:, 2].max()) <= TURN_BYTES:
         return rows
     pieces = -(-rows[:, 2] // TURN_BYTES)
     done = TURN_BYTES * np.concatenate([np.arange(count) for count in pieces.tolist()])

@@ -38,7 +38,7 @@ class Numbers(Sequence[int]):
     def __init__(self, values: Iterable[int] | NDArray[Any] = ()) -> None:
         """`array` is uint64, little endian, read-only."""
         self.array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype="<u8")
-        self.array.flags.writeable = False
+        self.array.setflags(write=False)
 
     @staticmethod
     def of(values: Iterable[int]) -> Numbers:
@@ -94,7 +94,8 @@ class Spans(Sequence[Span]):
     def __init__(self, offsets: NDArray[Any], lengths: NDArray[Any]) -> None:
         self.offsets = np.asarray(offsets, dtype="<i8")
         self.lengths = np.asarray(lengths, dtype="<i8")
-        self.offsets.flags.writeable = self.lengths.flags.writeable = False
+        self.offsets.setflags(write=False)
+        self.lengths.setflags(write=False)
 
     @staticmethod
     def of(spans: Sequence[Span]) -> Spans:
@@ -144,7 +145,7 @@ class LeaseKey:
     generation: int
 
 
-_NONE = Numbers()
+NO_NUMBERS = Numbers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Offer:
     lengths: Numbers
     source: PeerId
     destination: PeerId
-    checksums: Numbers = _NONE
+    checksums: Numbers = NO_NUMBERS
 
     @property
     def num_bytes(self) -> int:

@@ -210,6 +210,7 @@ def engine_config(config: TandemConfig, role: str, model_path: str | Path) -> En
         block_size=model.block_size,
         num_blocks=pool.num_blocks,
         kv_memory_bytes=pool.kv_memory_bytes,
+        kv_shared="shm" in config.transfer.transports,
         max_model_len=model.max_model_len,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,

@@ -31,7 +31,7 @@ def assemble(config: EngineConfig) -> tuple[ModelRunner | CpuRunner, ModelFacts,
     checkpoint = open_checkpoint(config.model)
     shape = checkpoint.config
     layout = _layout(config, shape)
-    pool = _pool(layout, config.device)
+    pool = _pool(layout, config.device, shared=config.kv_shared)
     facts = ModelFacts(
         model=config.model,
         model_digest=checkpoint.digest,
@@ -57,9 +57,9 @@ def _layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
     return KVLayout(num_blocks, one.layers, one.kv_heads, one.head_dim, one.block_size, one.dtype)
 
 
-def _pool(layout: KVLayout, device: str) -> KVPool:
+def _pool(layout: KVLayout, device: str, *, shared: bool) -> KVPool:
     try:
-        return KVPool(layout, device)
+        return KVPool(layout, device, shared=shared)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
         remedy = f"no more than {device} has: {str(error) or type(error).__name__}"
         raise ConfigError("kv_memory_bytes", layout.pool_bytes, remedy) from error

@@ -34,6 +34,9 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int = 1 << 30
+    kv_shared: bool = True
+    """Whether other processes of this host may read the pool of a CPU, as the transport shm does. Without it the memory
+    is private, and copied faster by the kernel: it comes in huge pages."""
     max_model_len: int | None = None
     """None: the model's own context length. Never reserves memory."""
     max_num_batched_tokens: int = 512

@@ -3,8 +3,10 @@
 Page-first: a block carries all layers of its tokens contiguously, `(kv_heads, layers, 2, block_size, head_dim)`, keys
 at 0 and values at 1. So one block is one run of bytes for the transfer, and a run of heads inside it is one too. Who
 may use a block is decided elsewhere (`engine.blocks`); here are only the bytes. On the host the pool is page-aligned
-anonymous memory, zero by the operating system and not resident before its first use; on Linux its owner has a
-`fileno`, with which another process of this host may read it, and nobody may shrink it or write.
+anonymous memory, zero by the operating system and not resident before its first use. A *shared* pool (on Linux) is a
+file without a name: its owner has a `fileno`, with which another process of this host may read it, and nobody may
+shrink it or write. Any other pool is private, because the kernel gives huge pages to private memory on most machines
+and to files on few.
 """
 
 from __future__ import annotations
@@ -67,10 +69,11 @@ class KVPool:
     [i * block_bytes, (i + 1) * block_bytes).
     """
 
-    def __init__(self, layout: KVLayout, device: str | torch.device = "cpu") -> None:
+    def __init__(self, layout: KVLayout, device: str | torch.device = "cpu", *, shared: bool = False) -> None:
+        """`shared`: other processes of this host may read it, where the operating system can do that."""
         self.layout = layout
         self.device = torch.device(device)
-        self._memory = _anonymous(layout.pool_bytes) if self.device.type == "cpu" else None
+        self._memory = _anonymous(layout.pool_bytes, shared) if self.device.type == "cpu" else None
         if self._memory is None:
             self.tensor = torch.zeros(layout.shape, dtype=layout.torch_dtype, device=self.device)
         else:
@@ -112,8 +115,8 @@ class _Shared(mmap.mmap):
             os.close(self._descriptor)
 
 
-def _anonymous(size: int) -> mmap.mmap:
-    if hasattr(os, "memfd_create"):
+def _anonymous(size: int, shared: bool) -> mmap.mmap:
+    if shared and hasattr(os, "memfd_create"):
         memory: mmap.mmap = _Shared(size)
     else:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

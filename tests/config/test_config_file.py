@@ -151,6 +151,12 @@ def test_how_an_engine_schedules_is_said_per_pool() -> None:
     assert engine_config(none, "decode", "/m").swap_bytes == 0
 
 
+@pytest.mark.parametrize(("transports", "shared"), [("[shm, tcp]", True), ("[ucx, tcp]", False)])
+def test_the_pool_is_shared_only_where_peers_map_it(transports: str, shared: bool) -> None:
+    config = config_from_text(f"transfer: {{transports: {transports}}}")
+    assert {engine_config(config, role, "/m").kv_shared for role in ROLES} == {shared}
+
+
 def test_workers_have_names_that_stay() -> None:
     assert worker_names(config_from_text("pools: {decode: {count: 2}}"), "decode") == ("decode-0", "decode-1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,13 @@ def test_the_pool_is_sized_from_memory_and_the_context_from_the_model(checkpoint
     assert info.total_blocks == (1 << 20) // info.block_bytes
     assert info.max_model_len < 1 << 20
     assert len(engine.pool_bytes()) == info.total_blocks * info.block_bytes
+
+
+def test_a_pool_is_a_file_only_where_peers_read_it_and_is_used_alike(checkpoint: Path) -> None:
+    engines = [opened(checkpoint, kv_shared=shared) for shared in (True, False)]
+    assert [hasattr(engine.pool_bytes().obj, "fileno") for engine in engines] == [hasattr(os, "memfd_create"), False]
+    first, second = (outputs(run_all(engine, *prompts())) for engine in engines)
+    assert first == second
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -1,7 +1,7 @@
 """The disk tier: which keys are on disk, what is on its way there or back, and what to do when the disk fails.
 
     opening ─▶ open ─▶ (a failed write) resting ─▶ open        the thread's death: open, with a new thread, after a rest
-       └▶ (cannot be opened) resting ─▶ opening
+       └▶ (cannot be opened) resting ─▶ opening                the folder's loss: opening, with nothing, after a rest
 
 The index lives here and is changed by the owner's thread only; the I/O thread gets finished decisions (`block_file`)
 and never touches memory that was given back: a job keeps its buffer until it has really ended, however late. While one
@@ -14,6 +14,7 @@ owns a folder at a time (`flock`); a killed owner's lock falls with it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -29,6 +30,7 @@ from kvtransfer.tiers.io_thread import Io, Job
 from kvtransfer.tiers.types import TierCounters
 
 NAME = "disk"
+LOCK = "lock"
 MOST_WRITES = 32
 """Writes under way; more are refused, and the block stays where it is or is lost."""
 REMOVED_TOGETHER = 256
@@ -42,6 +44,10 @@ Done = Callable[[bool], None]
 
 class Late(TimeoutError):
     """It ended after it was given up (and counted)."""
+
+
+class Lost(OSError):
+    """The folder is not the one that was opened: it was removed or moved, or something is mounted over it."""
 
 
 class DiskTier:
@@ -127,6 +133,7 @@ class DiskTier:
         self._writing.add(key)
 
         def work() -> None:
+            self._check_folder()
             for victim in victims:
                 block_file.remove(self._root, victim)
             corrupt = self.faults.pass_through("write")
@@ -246,6 +253,8 @@ class DiskTier:
             self._rest()
             self._changed(key)
             self._leave([key])
+            if isinstance(error, Lost):
+                self._let_go()
             return
         self._rest_s = _FIRST_REST_S
         self.counters.stored += 1
@@ -289,7 +298,7 @@ class DiskTier:
         def work() -> None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._lock is None:
-                self._lock = _locked(self._root / "lock")
+                self._lock = _locked(self._root / LOCK)
             found[:] = block_file.scan(self._root, self._block_bytes, self._fingerprint)
 
         def ended(error: Exception | None) -> None:
@@ -308,6 +317,26 @@ class DiskTier:
             self._leave(surplus)
 
         self._submit(Job(work, float("inf"), ended, lasting=True))
+
+    def _check_folder(self) -> None:
+        """Whether the lock that is held is the folder's. Raises Lost."""
+        try:
+            if self._lock is not None and os.path.samestat(os.fstat(self._lock), os.stat(self._root / LOCK)):
+                return
+        except OSError as error:
+            raise Lost(error.errno, f"the folder is gone ({error.strerror})") from error
+        raise Lost(errno.ESTALE, "the folder is not the one that was opened")
+
+    def _let_go(self) -> None:
+        """Forget the lost folder with all that was in it; whatever stands in its place is opened after the rest."""
+        self._open = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        keys, self._index = list(self._index), OrderedDict()
+        for key in keys:
+            self._changed(key)
+        self._count()
 
     def _bury(self, now: float) -> None:
         """The thread is gone: what it had not ended has failed, and another takes its place after a rest."""

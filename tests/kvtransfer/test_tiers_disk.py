@@ -233,8 +233,30 @@ def test_a_folder_that_is_lost_while_it_is_in_use_costs_blocks_and_nothing_else(
     rig.root.unlink()
     moved.rename(rig.root)
     rig.clock.now += 100.0
+    rig.turn()
+    assert rig.read(0) == bytes(block(0)), "it was never damaged"
     assert rig.write(1)
     assert rig.read(1) == bytes(block(1))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_removed_or_replaced_is_noticed_forgotten_and_made_anew(rig: Rig, replaced: bool) -> None:
+    assert rig.write(0)
+    moved = rig.root.rename(rig.root.parent / "moved")
+    if replaced:
+        rig.root.mkdir()
+    assert not rig.write(1), "where it is not known who else writes"
+    assert (len(rig.tier), rig.tier.counters.used_bytes) == (0, 0)
+    assert not rig.tier.answering
+    rig.clock.now += 0.6
+    rig.turn()
+    assert rig.write(1)
+    assert rig.read(1) == bytes(block(1))
+    assert rig.files() == 1
+    assert len(list(moved.rglob("*.kv"))) == 1, "what was moved away is left alone"
+    second = Rig(rig.root)
+    assert not second.tier.answering, "the new folder is locked like the old one"
+    second.tier.close()
 
 
 def test_a_disk_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ Say = Callable[[str], None]
 POLL_S = 0.2
 STATUS_WAIT_S = 5.0
 STOP_GRACE_S = 5.0
+END_GRACE_S = 3.0 + 10.0 + ray_session.STOP_GRACE_S + STOP_GRACE_S
+"""What an owner may take beyond its drain when all that it waits for hangs: gateway, workers, Ray, and it itself."""
 
 
 class StartFailed(TandemError):
@@ -227,6 +230,7 @@ def _state(cluster: Running, owner: processes.Process | None) -> RunState:
         namespace=cluster.config.cluster.namespace,
         workers=cluster.workers,
         drain_s=cluster.config.timeouts.drain_s,
+        scratch=str(cluster.session.scratch) if cluster.session.scratch else None,
     )
 
 
@@ -294,9 +298,11 @@ def stop(state: RunState, *, say: Say) -> None:
         family = (state.owner, *processes.descendants(state.owner.pid))
         say(f"stopping {len(family)} processes")
         state.owner.send(signal.SIGTERM)
-        hung = processes.end(family, grace_s=STOP_GRACE_S + state.drain_s)
+        hung = processes.end(family, grace_s=END_GRACE_S + state.drain_s)
         if hung:
             say(f"{len(hung)} of them did not end by themselves and were killed")
+        if state.scratch:  # of an owner that had to be killed
+            shutil.rmtree(state.scratch, ignore_errors=True)
     run_state.clear()
     say("stopped")
 

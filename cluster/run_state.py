@@ -37,6 +37,8 @@ class RunState:
     namespace: str = "tandem"
     workers: tuple[str, ...] = ()
     drain_s: float = 30.0
+    scratch: str | None = None
+    """Folder of the Ray that the owner has started."""
     tls_ca: str | None = None
     """PEM file by which clients here know the gateway; None: no TLS."""
 

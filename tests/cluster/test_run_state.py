@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import processes, run_state
+from cluster import launch, processes, run_state
 from cluster.run_state import NoRunFolder, NotRunning, RunState
 
 
@@ -56,6 +56,23 @@ def test_a_whole_family_of_processes_is_found_and_ended() -> None:
         left = processes.end(family, grace_s=0.05)
         assert left == family, "neither had been told to end"
         assert not any(process.alive() for process in family)
+
+
+def test_the_folder_of_an_owner_that_had_to_be_killed_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray" / "session").mkdir(parents=True)
+    monkeypatch.setattr(launch, "END_GRACE_S", 0.1)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); input()"
+    said: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", deaf], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"deaf\n"
+        owner = processes.Process(child.pid, processes.start_ticks(child.pid) or 0)
+        launch.stop(replace(STATE, owner=owner, drain_s=0.1, scratch=str(tmp_path / "ray")), say=said.append)
+        assert not owner.alive()
+    assert not (tmp_path / "ray").exists()
+    assert said[1:] == ["1 of them did not end by themselves and were killed", "stopped"]
 
 
 def _family_of_two(parent: int) -> tuple[processes.Process, ...]:

@@ -1,12 +1,47 @@
 """KV transfer: bytes from one worker's pool into another's. It does not know what a token or a model is.
 
-Usable alone; a region is any writable memory, a transport any of `kvtransfer.select`:
+Usable alone. A region is writable memory seen as single bytes, a transport any of `kvtransfer.select`; here both ends:
 
-    pool = numpy.zeros(pool_bytes, numpy.uint8)
-    engine = TransferEngine("decode-0#1", pool.data, [make_transport("tcp", "decode-0#1", pool.data)])
+    from threading import Event
 
-The destination opens a lease (`open`) and tells the source, over a road of its own, the lease's key and
-`engine.addresses()`. The source calls `connect`, then `push`. Both call `poll` for what happened, and give memory to
-somebody else only after `Quiet`. Read `types` for the values, `engine` for the rules, `wired` for the protocol between
-processes, `transport` for what a new transport must do.
+    from kvtransfer.engine import TransferEngine
+    from kvtransfer.memory import SharedMemory
+    from kvtransfer.select import choose, make_transport
+    from kvtransfer.types import LeaseKey, PushDone, Quiet, Received, Span
+
+    news = Event()
+
+    def opened(me, schemes=("shm", "tcp")):                     # the best first
+        pool = memoryview(SharedMemory(1 << 20))                # `shm` needs these, others take any bytes
+        transports = [make_transport(scheme, me, pool) for scheme in schemes]
+        return pool, TransferEngine(me, pool, transports, wake=news.set)
+
+    key = LeaseKey("request 1", generation=1)
+    decode_pool, decode = opened("decode-0#1")                  # name#incarnation: restarted, it is another peer
+    decode.open(key, "prefill-0#1", [Span(0, 4096), Span(8192, 4096)])
+
+    prefill_pool, prefill = opened("prefill-0#1")
+    prefill_pool[4096:8192] = b"k" * 4096
+    addresses = dict(decode.addresses())                        # and the key: over a road of your own, encrypted
+    scheme = choose(("shm", "tcp"), addresses)
+    prefill.connect("decode-0#1", scheme, addresses[scheme])
+    prefill.push(key, "decode-0#1", 1, [Span(4096, 4096)], deadline_s=5.0)    # into the lease's span 1
+
+    def told(kind, *engines):                                   # a real owner has one engine, and other work
+        while not (found := [event for one in engines for event in one.poll() if isinstance(event, kind)]):
+            news.wait(0.1)
+            news.clear()
+        return found[0]
+
+    print(told(Received, decode, prefill), told(PushDone, prefill))
+    decode.close(key)                                           # no more bytes ...
+    prefill.withdraw(key)
+    print(told(Quiet, decode), told(Quiet, prefill))            # ... and from now on the memory may be anybody's
+    assert decode_pool[8192:12288] == prefill_pool[4096:8192]
+    prefill.shutdown()
+    decode.shutdown()
+
+What may go wrong comes as `PushFailed`, `ReceiveFailed` and `PeerLost`; after each, `close` or `withdraw`, and wait for
+`Quiet`. Read `types` for the values, `engine` for the rules, `wired` for the protocol between processes, `transport`
+for what a new transport must do, and `tiers` for memory below the pool.
 """

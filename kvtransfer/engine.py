@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from kvtransfer.checksum import span_checksums
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
-from kvtransfer.layout import check_spans
+from kvtransfer.layout import check_region, check_spans
 from kvtransfer.rates import PeerRate, Rates
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import (
@@ -122,6 +122,12 @@ class TransferEngine:
         checksums: bool = False,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
+        """`region` and `me` are those that the transports were made with, `clock` counts seconds, `wake` (called on any
+        thread) says that `poll` has news. With `checksums` what is sent from here is verified where it arrives.
+
+        Raises `TransferError` for a region that is no writable, contiguous memory of single bytes.
+        """
+        check_region(region)
         self.me = me
         self.faults = FaultPlan()
         self._region = region

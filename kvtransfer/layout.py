@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.errors import TransferError
 from kvtransfer.types import Numbers, Span, Spans
 
 _FEW = 4
@@ -100,6 +101,14 @@ def check_spans(spans: Sequence[Span], region_bytes: int) -> str:
         return ""
     span = many[int(np.argmax(wrong))]
     return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
+
+
+def check_region(region: memoryview) -> None:
+    """Raises `TransferError` unless offsets into `region` are those of its bytes, and bytes can be written to it."""
+    if region.ndim != 1 or region.itemsize != 1 or not region.c_contiguous:
+        raise TransferError("a region is contiguous memory seen as single bytes; for an array, use `.cast('B')`")
+    if region.readonly:
+        raise TransferError("a region must be writable: bytes of peers arrive in it")
 
 
 class Cursor:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from kvtransfer.errors import TransferError
 from kvtransfer.inproc import InprocHub, InprocTransport
+from kvtransfer.layout import check_region
 from kvtransfer.shm import is_here, shm_transport
 from kvtransfer.tcp import tcp_transport
 from kvtransfer.transport import Transport
@@ -54,6 +55,7 @@ def make_transport(
     `ucx_error_handling=False` lets UCX use shared memory on one host, where a peer's death may then abort this process:
     see `kvtransfer.ucx`.
     """
+    check_region(region)
     if scheme == "inproc":
         if hub is None:
             raise TransferError("the transport inproc needs the hub of this process")

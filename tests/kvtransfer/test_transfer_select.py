@@ -6,11 +6,15 @@ import gc
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import kvtransfer
 from kvtransfer import select
+from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.handshake import UNIX, WiredAddress, new_token
 from kvtransfer.memory import SharedMemory
@@ -28,6 +32,28 @@ def test_the_best_common_scheme_is_chosen():
     assert choose(["ucx", "tcp"], theirs) == "ucx"
     assert choose(["tcp", "ucx"], theirs) == "tcp", "the order is ours"
     assert choose(["shm", "tcp"], theirs) == "tcp"
+
+
+def test_the_packages_own_example_works_word_for_word(capsys):
+    example = "\n".join(line for line in (kvtransfer.__doc__ or "").splitlines() if line.startswith("    ") or not line)
+    exec(textwrap.dedent(example), {})
+    assert [line.count("(key=LeaseKey(") for line in capsys.readouterr().out.splitlines()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("region", "why"),
+    [
+        (np.zeros(64, np.float32).data, "single bytes"),
+        (np.zeros((8, 64), np.uint8).data, "single bytes"),
+        (np.zeros(64, np.uint8)[::2].data, "contiguous"),
+        (memoryview(bytes(64)), "writable"),
+    ],
+)
+def test_a_region_whose_offsets_are_no_bytes_or_that_cannot_be_written_is_refused(region, why):
+    with pytest.raises(TransferError, match=why):
+        make_transport("tcp", "decode-0#1", region)
+    with pytest.raises(TransferError, match=why):
+        TransferEngine("decode-0#1", region, [])
 
 
 def test_shm_is_chosen_only_between_processes_of_one_host_and_user():

@@ -370,8 +370,10 @@ def _locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise OSError(error.errno, "another process uses this folder") from error
         raise
     return descriptor

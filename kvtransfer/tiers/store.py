@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvtransfer.tiers import disk as disk_tier
 from kvtransfer.tiers import host as host_tier
+from kvtransfer.tiers.block_file import MOST_KEY_BYTES
 from kvtransfer.tiers.complaints import Complaints
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.faults import TierFaults
@@ -138,9 +139,12 @@ class TierStore:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, data: memoryview) -> bool:
-        """Copy a block in before returning; False when there is no room. ValueError for another size."""
+        """Copy a block in before returning; False when there is no room. ValueError for another size, or for a key of
+        more bytes than a file's header holds."""
         if len(data) != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {len(data)}")
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
         try:
             corrupt = self.faults.rules and self.faults.pass_through("put")
         except OSError as error:

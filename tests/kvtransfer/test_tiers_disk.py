@@ -271,10 +271,13 @@ def test_a_disk_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
     rig.tier.close()
 
 
-def test_two_owners_do_not_share_a_folder_and_the_second_gets_it_when_the_first_is_gone(rig: Rig) -> None:
+def test_two_owners_do_not_share_a_folder_and_the_second_gets_it_when_the_first_is_gone(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     assert rig.write(0)
     second = Rig(rig.root)
     assert not second.tier.answering
+    assert "another process uses this folder" in caplog.text
     rig.tier.close()
     second.clock.now += 1.0
     second.turn()

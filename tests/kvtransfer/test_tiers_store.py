@@ -88,6 +88,14 @@ def of(rig: Rig, tier: str) -> object:
     return next(one for one in rig.store.counters() if one.name == tier)
 
 
+def test_a_block_of_another_size_or_a_key_that_no_file_could_hold_is_refused(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="1024 bytes, not 1023"):
+        rig.store.put(key(1), block(1)[:-1])
+    for wrong in (b"", b"k" * 65):
+        with pytest.raises(ValueError, match="1 to 64 bytes"):
+            rig.store.put(wrong, block(1))
+
+
 def test_what_is_put_comes_back_from_wherever_it_is(rig: Rig) -> None:
     numbers = list(range(40))
     rig.put(*numbers)

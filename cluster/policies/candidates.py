@@ -68,7 +68,8 @@ def _never_fits(request: RequestView, snapshot: Snapshot) -> Refusal | None:
 
 def _nobody(role: str, views: tuple[WorkerView, ...], snapshot: Snapshot) -> Refusal:
     if not views:
-        return Refusal(Code.UNAVAILABLE, f"no {role} worker takes requests: none is alive, or all are draining; try again soon")
+        why = "none is alive, or all are draining"
+        return Refusal(Code.UNAVAILABLE, f"no {role} worker takes requests: {why}; try again soon")
     allowed = [view for view in views if view.name not in snapshot.excluded]
     if not allowed:
         return Refusal(Code.UNAVAILABLE, f"every {role} worker ({len(views)}) has been tried; try again soon")

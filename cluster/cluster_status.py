@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.types import EngineLoad
-from tandem.messages import MigrationCounters, TransferCounters
+from tandem.messages import LinkRate, MigrationCounters, TransferCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class WorkerStatus:
     """What each of its transports has moved."""
     migrations: MigrationCounters = field(default_factory=MigrationCounters)
     draining: bool = False
+    links: tuple[LinkRate, ...] = ()
+    """How fast it sent KV to others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from engine.types import EngineLoad, StepTimes, TierLoad
-from tandem.messages import FetchCounters, KvEvents, LoadReport, MigrationCounters, TransferCounters
+from tandem.messages import FetchCounters, KvEvents, LinkRate, LoadReport, MigrationCounters, TransferCounters
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +130,10 @@ def _load_report(fields: dict[str, Any]) -> LoadReport:
     tiers = tuple([TierLoad(**tier) for tier in load.pop("tiers")])
     transfers = tuple([TransferCounters(**counters) for counters in fields.pop("transfers")])
     fetches = tuple([FetchCounters(**counters) for counters in fields.pop("fetches")])
+    links = tuple([LinkRate(**rate) for rate in fields.pop("links")])
     load = EngineLoad(step_times=times, tiers=tiers, **load)
     migrations = MigrationCounters(**fields.pop("migrations"))
-    return LoadReport(load=load, transfers=transfers, fetches=fetches, migrations=migrations, **fields)
+    return LoadReport(load=load, transfers=transfers, fetches=fetches, migrations=migrations, links=links, **fields)
 
 
 _DECODERS: dict[bytes, Callable[[dict[str, Any]], Event]] = {

@@ -22,7 +22,7 @@ from cluster.membership import Health
 from cluster.outcome import Outcome
 from cluster.snapshot import REASONS
 from engine.types import EngineLoad
-from tandem.messages import Code, FetchCounters, LoadReport, MigrationCounters, TransferCounters
+from tandem.messages import Code, FetchCounters, LinkRate, LoadReport, MigrationCounters, TransferCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -179,6 +179,7 @@ class _Shown:
     transfers: tuple[TransferCounters, ...] = ()
     fetches: tuple[FetchCounters, ...] = ()
     migrations: MigrationCounters = _NO_MIGRATIONS
+    links: tuple[LinkRate, ...] = ()
     health: Health | None = None
 
 
@@ -192,7 +193,7 @@ class WorkerSeries(Collector):
         shown = self._shown.setdefault(report.worker, _Shown())
         shown.role, shown.load = role, report.load
         shown.transfers_in_flight, shown.transfers = report.transfers_in_flight, report.transfers
-        shown.fetches, shown.migrations = report.fetches, report.migrations
+        shown.fetches, shown.migrations, shown.links = report.fetches, report.migrations, report.links
 
     def health(self, worker: str, role: str, health: Health) -> None:
         shown = self._shown.setdefault(worker, _Shown())
@@ -205,6 +206,7 @@ class WorkerSeries(Collector):
         shown = sorted(self._shown.items())
         yield from self._loads(shown)
         yield from self._transfers(shown)
+        yield from self._rates(shown)
         yield from self._tiers(shown)
         yield from self._fetched(shown)
         yield from self._migrations(shown)
@@ -240,6 +242,14 @@ class WorkerSeries(Collector):
             for worker, state in shown:
                 for stats in state.transfers:
                     family.add_metric((worker, stats.scheme), getattr(stats, field))
+            yield family
+
+    def _rates(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
+        for name, help_text, field in _RATE_SERIES:
+            family = GaugeMetricFamily(name, help_text, labels=("worker", "peer", "scheme"))
+            for worker, state in shown:
+                for rate in state.links:
+                    family.add_metric((worker, rate.peer, rate.scheme), getattr(rate, field))
             yield family
 
     def _fetched(self, shown: list[tuple[str, _Shown]]) -> Iterator[Metric]:
@@ -359,6 +369,11 @@ _TIER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_tier_load_seconds", "Time in reads", "load_seconds"),
     (_COUNTER, "tandem_tier_evicted", "KV blocks that made room for others", "evicted"),
     (_COUNTER, "tandem_tier_failed", "Reads and writes that failed or came too late", "failed"),
+)
+_RATE_SERIES: tuple[tuple[str, str, str], ...] = (
+    ("tandem_transfer_rate_bytes_per_second", "KV sent to a peer, when last measured", "bytes_per_s"),
+    ("tandem_transfer_best_rate_bytes_per_second", "The best of it so far", "best_bytes_per_s"),
+    ("tandem_transfer_rate_limit_bytes_per_second", "What one thread copies there", "limit_bytes_per_s"),
 )
 _TRANSFER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_transfer_pushes", "Pushes acknowledged", "pushes"),

@@ -92,6 +92,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def FetchPrefix(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 
+    async def ProbeLink(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
+    async def SendProbe(self, request: Message, context: Any) -> Any:
+        return await self._ask(request, context)
+
     async def Abort(self, request: Message, context: Any) -> Any:
         return await self._ask(request, context)
 

@@ -12,7 +12,7 @@ What a host must do with the decisions of `tick` is said in `cluster.membership`
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from cluster.ledger import Claim, Ledger
 from cluster.membership import Decision, Fence, Health, HealthBounds, Membership
 from cluster.policies import POLICIES, Policy
 from cluster.policies.estimates import uncached
+from cluster.probe_turns import Pair, ProbeTurns
 from cluster.replay import Replays
 from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
 from engine.types import EngineLoad, StepTimes
@@ -34,6 +35,7 @@ from tandem.messages import (
     FetchCounters,
     HandoffReport,
     KvEvents,
+    LinkRate,
     LoadReport,
     MigrationCounters,
     TransferCounters,
@@ -69,6 +71,7 @@ class _Known:
     """By source."""
     draining: bool = False
     migrations: MigrationCounters = field(default_factory=MigrationCounters)
+    links: tuple[LinkRate, ...] = ()
     last_placed: int = 0
 
 
@@ -81,6 +84,7 @@ class Loaded(NamedTuple):
     transfers: tuple[TransferCounters, ...]
     migrations: MigrationCounters
     draining: bool
+    links: tuple[LinkRate, ...]
 
 
 def place(request: RequestView, snapshot: Snapshot, now: float, policy: Policy) -> Placement | Refusal:
@@ -105,6 +109,9 @@ class RouterState:
         self._links: dict[tuple[str, str], float] = {}
         self._fetch_links: dict[tuple[str, str], tuple[float, float]] = {}
         """(source, destination) → bytes per second, and when that was measured."""
+        self._rates: dict[tuple[str, str], float] = {}
+        """What the transfer alone achieved, as the source says: for pairs of which nothing better is known."""
+        self._probes = ProbeTurns()
         self._placed: dict[str, tuple[str, str]] = {}
         self._turn = 0
         self.placements: Counter[str] = Counter()
@@ -142,7 +149,8 @@ class RouterState:
         known.number, known.load, known.reported_s = report.number, report.load, now
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
         known.transfers = report.transfers
-        known.migrations = report.migrations
+        known.migrations, known.links = report.migrations, report.links
+        self._rates.update({(report.worker, rate.peer): rate.bytes_per_s for rate in report.links})
         self._learn_links(known, report, now)
         self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"
@@ -160,6 +168,20 @@ class RouterState:
     def replays_due(self, now: float) -> tuple[WorkerRef, ...]:
         """Workers to be asked now (`ReplayPrefixes`) for all that they hold; see `cluster.replay`."""
         return self._replays.due(self.stale_indexes(), now)
+
+    def probes_due(self, now: float) -> tuple[Pair, ...]:
+        """Pairs to be measured now, for nobody is at work there: each destination is to be asked (`ProbeLink`)."""
+        idle = [known for known in self._known.values() if self._routable(known) and _is_idle(known)]
+        fetch = self._knobs.fetch != "never"
+        unmeasured = [
+            Pair(source.info.ref, there.info.ref)
+            for there in idle
+            for source in idle
+            if source is not there
+            and (fetch if there.info.role == "prefill" else source.info.role == "prefill")
+            and (source.info.ref.name, there.info.ref.name) not in self._rates
+        ]
+        return self._probes.due(unmeasured, now)
 
     def present(self, ref: WorkerRef, now: float) -> bool:
         """A worker's control asks whether it is known. False: register (again), or end, for it was fenced."""
@@ -296,6 +318,7 @@ class RouterState:
                 known.transfers,
                 known.migrations,
                 known.draining,
+                known.links,
             )
             for name, known in self._known.items()
         }
@@ -331,9 +354,7 @@ class RouterState:
         old = [pair for pair, (_, measured_s) in self._fetch_links.items() if now > measured_s + LINK_TRUST_S]
         for pair in old:
             del self._fetch_links[pair]
-        if not self._fetch_links:
-            return self._links
-        return {**{pair: rate for pair, (rate, _) in self._fetch_links.items()}, **self._links}
+        return ChainMap(self._links, {pair: rate for pair, (rate, _) in self._fetch_links.items()}, self._rates)
 
     def _mismatch(self, info: WorkerInfo) -> Declined | None:
         others = (known.info for name, known in self._known.items() if name != info.ref.name)
@@ -422,8 +443,14 @@ class RouterState:
 
     def _forget(self, name: str) -> None:
         self._known.pop(name, None)
+        self._rates = {pair: rate for pair, rate in self._rates.items() if name not in pair}
+        self._probes.forget(name)
         self.index.remove(name)
         self.ledger.lost(name)
+
+
+def _is_idle(known: _Known) -> bool:
+    return known.number >= 0 and not (known.load.running or known.load.waiting or known.transfers_in_flight)
 
 
 def knobs_of(config: TandemConfig) -> RoutingKnobs:

@@ -23,6 +23,7 @@ from cluster.evacuation import Move
 from cluster.events import Subscriber
 from cluster.node_client import NodeClient
 from cluster.outcome import Outcome
+from cluster.probe_turns import Pair
 from cluster.processes import Process
 from cluster.router import RouterState
 from cluster.snapshot import Placement, Refusal, RequestView
@@ -35,6 +36,7 @@ from tandem.messages import (
     LoadReport,
     Migrate,
     MigrationCounters,
+    ProbeLink,
     ReplayPrefixes,
     SetDraining,
     WorkerInfo,
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 DECISIONS_SHOWN = 32
 REPLAY_ASK_S = 3.0
+PROBE_ASK_S = 3.0
 DRAIN_ASK_S = 5.0
 MIGRATE_ASK_S = 60.0
 """A move is answered when it is over; its lease ends it long before this."""
@@ -180,6 +183,7 @@ class RouterHost:
                     transfers=loaded.transfers if loaded else (),
                     migrations=loaded.migrations if loaded else MigrationCounters(),
                     draining=loaded.draining if loaded else False,
+                    links=loaded.links if loaded else (),
                 )
             )
         ready, why = self.state.readiness()
@@ -210,6 +214,8 @@ class RouterHost:
             self._supervisor.tick()
             for ref in self.state.replays_due(self._clock()):
                 self._spawn(self._ask_replay(ref))
+            for pair in self.state.probes_due(self._clock()):
+                self._spawn(self._ask_probe(pair))
             for move in self.state.evacuations(self._clock()):
                 self._spawn(self._ask_migrate(move))
             await asyncio.sleep(self._config.timeouts.heartbeat_s / 2)
@@ -225,6 +231,12 @@ class RouterHost:
             answer = await self._workers.ask(move.source, Migrate(move.request_id, move.to), MIGRATE_ASK_S)
         finally:
             self.state.moved(move, answer, self._clock())
+
+    async def _ask_probe(self, pair: Pair) -> None:
+        """What it brings is in the source's reports; asked again later when it brings nothing."""
+        answer = await self._workers.ask(pair.destination, ProbeLink(pair.source), PROBE_ASK_S)
+        if isinstance(answer, Declined):
+            log.info("no probe from %s to %s: %s", pair.source.name, pair.destination.name, answer.message)
 
     async def _ask_replay(self, ref: WorkerRef) -> None:
         """Asked again later when nothing comes of it."""

@@ -67,6 +67,7 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         table.add_column(name)
     for name in ("running", "waiting", "KV live", "cached", "of"):
         table.add_column(name, justify="right")
+    table.add_column("KV sent, best GB/s (one thread copies)")
     for worker in workers:
         load = worker["load"] or {}
         colour = _HEALTH_COLOURS.get(worker["health"], "white")
@@ -74,9 +75,18 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         drains = worker["draining"] and worker["health"] == "alive"
         health = "[yellow]draining[/yellow]" if drains else f"[{colour}]{worker['health']}[/{colour}]"
         table.add_row(
-            worker["name"], health, str(worker["pid"] or "-"), *(str(load.get(name, "-")) for name in numbers)
+            worker["name"],
+            health,
+            str(worker["pid"] or "-"),
+            *(str(load.get(name, "-")) for name in numbers),
+            "\n".join(_link(rate) for rate in worker["links"]) or "-",
         )
     return table
+
+
+def _link(rate: Mapping[str, Any]) -> str:
+    best, limit = rate["best_bytes_per_s"] / 1e9, rate["limit_bytes_per_s"] / 1e9
+    return f"{rate['peer']} {rate['scheme']} {best:.1f} ({limit:.1f})"
 
 
 def ask_gateway(state: RunState, path: str, *, method: str = "GET") -> dict[str, Any]:

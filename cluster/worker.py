@@ -18,10 +18,12 @@ from itertools import count
 from typing import Any
 
 from cluster.fetching import FetchDestination, FetchLimits, FetchSource
+from cluster.link_probe import LinkProbe
 from decode_node.service import DecodeLimits, DecodeNode
 from engine.engine import Engine
 from kvtransfer.engine import TransferEngine
 from kvtransfer.faults import Fault
+from kvtransfer.rates import PeerRate
 from kvtransfer.types import TransferStats
 from prefill_node.service import PrefillLimits, PrefillNode
 from tandem.messages import (
@@ -47,14 +49,17 @@ from tandem.messages import (
     HandedOver,
     InjectFault,
     KvEvents,
+    LinkRate,
     LoadReport,
     Migrate,
     PrefixCacheReset,
+    ProbeLink,
     Question,
     RenewLease,
     Replaying,
     ReplayPrefixes,
     ResetPrefixCache,
+    SendProbe,
     SetDraining,
     Submit,
     TransferCounters,
@@ -113,8 +118,9 @@ class Worker:
         )
         self.decode = DecodeNode(self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.decode)
         self.fetches = FetchDestination(self.info, engine, transfers, ask=self._ask, limits=settings.fetch)
-        self.loans = FetchSource(
-            self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.fetch
+        self.loans = FetchSource(self.info, engine, transfers, ask=self._ask, reply=self._reply, limits=settings.fetch)
+        self.links = LinkProbe(
+            self.info, engine, transfers, ask=self._ask, reply=self._reply, busy=lambda: not self._free()
         )
         self._handlers: dict[type, Callable[[int, Any, float], None]] = {
             Expect: self._expect,
@@ -127,6 +133,8 @@ class Worker:
             Follow: self.decode.follow,
             Submit: self._submit,
             FetchPrefix: self.loans.fetch_prefix,
+            ProbeLink: self.links.probe_link,
+            SendProbe: self.links.send_probe,
             Abort: self._abort,
             ReplayPrefixes: self._replay_prefixes,
             SetDraining: self._set_draining,
@@ -145,16 +153,16 @@ class Worker:
 
     def answered(self, ask_id: int, answer: Answer, now: float) -> None:
         """The answer to a `Forward` from the outbox. Each gets exactly one; a lost one is Declined(UNAVAILABLE)."""
-        if self.decode.answered(ask_id, answer, now) or self.loans.answered(ask_id):
+        if self.decode.answered(ask_id, answer, now) or self.links.answered(ask_id, answer, now):
             return
-        if not self.fetches.answered(ask_id, answer, now):
+        if not (self.loans.answered(ask_id) or self.fetches.answered(ask_id, answer, now)):
             self.prefill.answered(ask_id, answer, now)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
         """Before a step: transfer events, time, and the leases of the prompts that come next."""
-        rooms = (self.prefill, self.decode, self.fetches, self.loans)
+        rooms = (*self._rooms, self.links)
         for event in self.transfers.poll():
             any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
         for room in rooms:
@@ -188,20 +196,27 @@ class Worker:
         return tuple(dict.fromkeys((*self.prefill.request_ids(), *self.decode.request_ids())))
 
     def idle(self) -> bool:
-        rooms = (self.prefill, self.decode, self.fetches, self.loans)
-        return all(room.idle() for room in rooms) and not self.transfers.in_flight()
+        return self._free() and self.links.idle() and not self.transfers.in_flight()
 
     def check(self) -> None:
         """Every room's invariants, and that nothing is held when nothing runs. Raises AssertionError."""
         self.engine.check()
         self.transfers.check()
-        for room in (self.prefill, self.decode, self.fetches, self.loans):
+        for room in (*self._rooms, self.links):
             room.check()
         if self.idle():
             load = self.engine.load(0.0)
             assert load.live_blocks == 0, f"{self.info.ref.name} is idle with {load.live_blocks} live blocks"
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _rooms(self) -> tuple[PrefillNode, DecodeNode, FetchDestination, FetchSource]:
+        return self.prefill, self.decode, self.fetches, self.loans
+
+    def _free(self) -> bool:
+        """Nothing to do for anybody."""
+        return not self.engine.has_work() and all(room.idle() for room in self._rooms)
 
     def _refuse(self, question: Question) -> Declined | None:
         name, role = self.settings.name, self.settings.role
@@ -317,6 +332,7 @@ class _Reports:
             tuple([counters_of(stats) for stats in worker.transfers.stats()]),
             worker.fetches.counters(),
             worker.decode.migrations,
+            tuple([rate_of(rate, worker.transfers.stats()[0].limit_bytes_per_s) for rate in worker.transfers.rates()]),
         )
 
 
@@ -332,6 +348,11 @@ def counters_of(stats: TransferStats) -> TransferCounters:
         in_flight=stats.in_flight,
         failed=stats.failed,
     )
+
+
+def rate_of(rate: PeerRate, limit_bytes_per_s: float) -> LinkRate:
+    """A pair's measured rates as a message; workers are told apart by name."""
+    return LinkRate(rate.peer.rpartition("#")[0], rate.scheme, rate.last, rate.best, limit_bytes_per_s)
 
 
 def describe(settings: WorkerSettings, engine: Engine, transfers: TransferEngine) -> WorkerInfo:

@@ -289,6 +289,11 @@ class Engine:
         self._roster.unretain(block_ids)
         self._stuck = False
 
+    def scratch(self, count: int) -> tuple[int, ...]:
+        """`count` blocks that hold nothing, with a transfer's reference: `unretain` them. Empty when fewer than twice
+        as many are free; nothing is evicted for them."""
+        return self._roster.scratch(count)
+
     # -- prefixes that others have computed ------------------------------------------------------------------------
 
     def fetch(self, request_id: str, tokens: int) -> PrefixRoom | None:

@@ -289,6 +289,11 @@ class Roster:
         self.pool.retain(blocks)
         self._retained.update(blocks)
 
+    def scratch(self, count: int) -> tuple[int, ...]:
+        blocks = self.pool.allocate(count) if 2 * count <= self.pool.free else None
+        self._retained.update(blocks or ())
+        return tuple(blocks or ())
+
     def unretain(self, blocks: Iterable[int]) -> None:
         """Give back what `retain` took; ValueError when it was not taken."""
         blocks = tuple(blocks)

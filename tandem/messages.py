@@ -18,6 +18,8 @@ and events past tense (`HandedOver`). The life of a request in messages:
     gateway → any      Abort         → Aborted
     any     → router   LoadReport, KvEvents                                       (pushed)
     router  → any      ReplayPrefixes → Replaying                                 (when some were missed)
+    router  → any      ProbeLink      → ProbingLink | Declined                     (how fast KV comes from that worker)
+    any     → any      SendProbe      → ProbeSent | Declined
 
 A worker is a control process and a rank process: between them the same values travel, and `Forward` and `FrameFor`
 say where the rank's own have to go.
@@ -346,6 +348,44 @@ class Followed:
     request_id: str
 
 
+# -- how fast a pair is ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLink:
+    """Let `source` send you a few blocks of nothing. Declined when either of you has anything to do."""
+
+    source: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class ProbingLink:
+    """It is asked for that much; what it measures is in the source's `LoadReport.links`."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendProbe:
+    """Push me `rounds` times `num_blocks` blocks of any content, one round after the other. The lease `probe_id` is
+    open, with a span for each block of each round."""
+
+    probe_id: str
+    generation: int
+    num_blocks: int
+    rounds: int
+    destination: WorkerRef
+    transports: tuple[tuple[str, bytes], ...]
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSent:
+    """The first round is on its way."""
+
+    probe_id: str
+
+
 # -- worker → gateway --------------------------------------------------------------------------------------------
 
 ENDS_ALL = frozenset({FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR})
@@ -423,6 +463,18 @@ class FetchCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkRate:
+    """How fast a worker has sent KV to one peer: when traffic lasted last, and the best so far; beside it what one
+    thread copies there from memory to memory."""
+
+    peer: str
+    scheme: str
+    bytes_per_s: float
+    best_bytes_per_s: float
+    limit_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class MigrationCounters:
     """Running requests that this worker has moved elsewhere since its start, or failed to; seconds are summed over
     those that moved."""
@@ -449,6 +501,7 @@ class LoadReport:
     transfers: tuple[TransferCounters, ...] = ()
     fetches: tuple[FetchCounters, ...] = ()
     migrations: MigrationCounters = MigrationCounters()
+    links: tuple[LinkRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,6 +588,8 @@ Question = (
     | Commit
     | DropLease
     | FetchPrefix
+    | ProbeLink
+    | SendProbe
     | Migrate
     | AskMove
     | Follow
@@ -554,6 +609,8 @@ Answer = (
     | Committed
     | Dropped
     | PrefixComing
+    | ProbingLink
+    | ProbeSent
     | Migrated
     | Followed
     | Replaying

@@ -116,6 +116,22 @@ class FetchPrefixReply(_message.Message):
     declined: Declined
     def __init__(self, prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
+class ProbeLinkReply(_message.Message):
+    __slots__ = ("probing_link", "declined")
+    PROBING_LINK_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    probing_link: ProbingLink
+    declined: Declined
+    def __init__(self, probing_link: _Optional[_Union[ProbingLink, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class SendProbeReply(_message.Message):
+    __slots__ = ("probe_sent", "declined")
+    PROBE_SENT_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    probe_sent: ProbeSent
+    declined: Declined
+    def __init__(self, probe_sent: _Optional[_Union[ProbeSent, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
 class AbortReply(_message.Message):
     __slots__ = ("aborted", "declined")
     ABORTED_FIELD_NUMBER: _ClassVar[int]
@@ -181,7 +197,7 @@ class InjectFaultReply(_message.Message):
     def __init__(self, fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "fetch_prefix", "prefix_coming", "frame", "load_report", "kv_events", "worker_info", "migrate", "ask_move", "follow", "migrated", "followed")
+    __slots__ = ("ask_id", "to", "gateway_id", "expect", "submit", "abort", "ask_lease", "renew_lease", "commit", "drop_lease", "set_draining", "reset_prefix_cache", "inject_fault", "expected", "handed_over", "finished_early", "declined", "aborted", "lease_granted", "lease_renewed", "committed", "dropped", "draining_set", "prefix_cache_reset", "fault_injected", "replay_prefixes", "replaying", "fetch_prefix", "prefix_coming", "frame", "load_report", "kv_events", "worker_info", "migrate", "ask_move", "follow", "migrated", "followed", "probe_link", "probing_link", "send_probe", "probe_sent")
     ASK_ID_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +236,10 @@ class Envelope(_message.Message):
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     MIGRATED_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_LINK_FIELD_NUMBER: _ClassVar[int]
+    PROBING_LINK_FIELD_NUMBER: _ClassVar[int]
+    SEND_PROBE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_SENT_FIELD_NUMBER: _ClassVar[int]
     ask_id: int
     to: WorkerRef
     gateway_id: str
@@ -258,7 +278,11 @@ class Envelope(_message.Message):
     follow: Follow
     migrated: Migrated
     followed: Followed
-    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., ask_move: _Optional[_Union[AskMove, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., migrated: _Optional[_Union[Migrated, _Mapping]] = ..., followed: _Optional[_Union[Followed, _Mapping]] = ...) -> None: ...
+    probe_link: ProbeLink
+    probing_link: ProbingLink
+    send_probe: SendProbe
+    probe_sent: ProbeSent
+    def __init__(self, ask_id: _Optional[int] = ..., to: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., ask_lease: _Optional[_Union[AskLease, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., drop_lease: _Optional[_Union[DropLease, _Mapping]] = ..., set_draining: _Optional[_Union[SetDraining, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[ResetPrefixCache, _Mapping]] = ..., inject_fault: _Optional[_Union[InjectFault, _Mapping]] = ..., expected: _Optional[_Union[Expected, _Mapping]] = ..., handed_over: _Optional[_Union[HandedOver, _Mapping]] = ..., finished_early: _Optional[_Union[FinishedEarly, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., lease_granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., lease_renewed: _Optional[_Union[LeaseRenewed, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., draining_set: _Optional[_Union[DrainingSet, _Mapping]] = ..., prefix_cache_reset: _Optional[_Union[PrefixCacheReset, _Mapping]] = ..., fault_injected: _Optional[_Union[FaultInjected, _Mapping]] = ..., replay_prefixes: _Optional[_Union[ReplayPrefixes, _Mapping]] = ..., replaying: _Optional[_Union[Replaying, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., prefix_coming: _Optional[_Union[PrefixComing, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., load_report: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., ask_move: _Optional[_Union[AskMove, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., migrated: _Optional[_Union[Migrated, _Mapping]] = ..., followed: _Optional[_Union[Followed, _Mapping]] = ..., probe_link: _Optional[_Union[ProbeLink, _Mapping]] = ..., probing_link: _Optional[_Union[ProbingLink, _Mapping]] = ..., send_probe: _Optional[_Union[SendProbe, _Mapping]] = ..., probe_sent: _Optional[_Union[ProbeSent, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logit_bias_ids", "logit_biases", "logprobs", "prompt_logprobs")
@@ -648,6 +672,42 @@ class PrefixComing(_message.Message):
     num_blocks: int
     def __init__(self, fetch_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class ProbeLink(_message.Message):
+    __slots__ = ("source",)
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    source: WorkerRef
+    def __init__(self, source: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class ProbingLink(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
+class SendProbe(_message.Message):
+    __slots__ = ("probe_id", "generation", "num_blocks", "rounds", "destination", "transports", "layout")
+    PROBE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    probe_id: str
+    generation: int
+    num_blocks: int
+    rounds: int
+    destination: WorkerRef
+    transports: _containers.RepeatedCompositeFieldContainer[Transport]
+    layout: str
+    def __init__(self, probe_id: _Optional[str] = ..., generation: _Optional[int] = ..., num_blocks: _Optional[int] = ..., rounds: _Optional[int] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class ProbeSent(_message.Message):
+    __slots__ = ("probe_id",)
+    PROBE_ID_FIELD_NUMBER: _ClassVar[int]
+    probe_id: str
+    def __init__(self, probe_id: _Optional[str] = ...) -> None: ...
+
 class Migrate(_message.Message):
     __slots__ = ("request_id", "to")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -886,6 +946,20 @@ class FetchCounters(_message.Message):
     failed: int
     def __init__(self, source: _Optional[str] = ..., fetches: _Optional[int] = ..., blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
 
+class LinkRate(_message.Message):
+    __slots__ = ("peer", "scheme", "bytes_per_s", "best_bytes_per_s", "limit_bytes_per_s")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BEST_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    scheme: str
+    bytes_per_s: float
+    best_bytes_per_s: float
+    limit_bytes_per_s: float
+    def __init__(self, peer: _Optional[str] = ..., scheme: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., best_bytes_per_s: _Optional[float] = ..., limit_bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class MigrationCounters(_message.Message):
     __slots__ = ("moved", "failed", "kv_bytes", "pause_seconds")
     MOVED_FIELD_NUMBER: _ClassVar[int]
@@ -899,7 +973,7 @@ class MigrationCounters(_message.Message):
     def __init__(self, moved: _Optional[int] = ..., failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers", "fetches", "migrations")
+    __slots__ = ("worker", "incarnation", "number", "load", "request_ids", "transfers_in_flight", "draining", "kv_events", "transfers", "fetches", "migrations", "links")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -911,6 +985,7 @@ class LoadReport(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     number: int
@@ -922,7 +997,8 @@ class LoadReport(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[TransferCounters]
     fetches: _containers.RepeatedCompositeFieldContainer[FetchCounters]
     migrations: MigrationCounters
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchCounters, _Mapping]]] = ..., migrations: _Optional[_Union[MigrationCounters, _Mapping]] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkRate]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., transfers_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_events: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[TransferCounters, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchCounters, _Mapping]]] = ..., migrations: _Optional[_Union[MigrationCounters, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("worker", "incarnation", "number", "stored", "removed", "cleared", "tier")

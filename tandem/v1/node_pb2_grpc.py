@@ -70,6 +70,16 @@ class NodeStub:
                 request_serializer=tandem_dot_v1_dot_node__pb2.FetchPrefix.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_node__pb2.FetchPrefixReply.FromString,
                 _registered_method=True)
+        self.ProbeLink = channel.unary_unary(
+                '/tandem.v1.node.Node/ProbeLink',
+                request_serializer=tandem_dot_v1_dot_node__pb2.ProbeLink.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.ProbeLinkReply.FromString,
+                _registered_method=True)
+        self.SendProbe = channel.unary_unary(
+                '/tandem.v1.node.Node/SendProbe',
+                request_serializer=tandem_dot_v1_dot_node__pb2.SendProbe.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_node__pb2.SendProbeReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.node.Node/Abort',
                 request_serializer=tandem_dot_v1_dot_node__pb2.Abort.SerializeToString,
@@ -163,6 +173,18 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProbeLink(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendProbe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,6 +289,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.FetchPrefix,
                     request_deserializer=tandem_dot_v1_dot_node__pb2.FetchPrefix.FromString,
                     response_serializer=tandem_dot_v1_dot_node__pb2.FetchPrefixReply.SerializeToString,
+            ),
+            'ProbeLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeLink,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.ProbeLink.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.ProbeLinkReply.SerializeToString,
+            ),
+            'SendProbe': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendProbe,
+                    request_deserializer=tandem_dot_v1_dot_node__pb2.SendProbe.FromString,
+                    response_serializer=tandem_dot_v1_dot_node__pb2.SendProbeReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -509,6 +541,60 @@ class Node:
             '/tandem.v1.node.Node/FetchPrefix',
             tandem_dot_v1_dot_node__pb2.FetchPrefix.SerializeToString,
             tandem_dot_v1_dot_node__pb2.FetchPrefixReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/ProbeLink',
+            tandem_dot_v1_dot_node__pb2.ProbeLink.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.ProbeLinkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendProbe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.node.Node/SendProbe',
+            tandem_dot_v1_dot_node__pb2.SendProbe.SerializeToString,
+            tandem_dot_v1_dot_node__pb2.SendProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

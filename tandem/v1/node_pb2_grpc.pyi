@@ -43,6 +43,8 @@ class NodeStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_node_pb2.Commit, _node_pb2.CommitReply]
     DropLease: _grpc.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]
     FetchPrefix: _grpc.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]
+    ProbeLink: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProbeLink, _node_pb2.ProbeLinkReply]
+    SendProbe: _grpc.UnaryUnaryMultiCallable[_node_pb2.SendProbe, _node_pb2.SendProbeReply]
     Abort: _grpc.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]
     Migrate: _grpc.UnaryUnaryMultiCallable[_node_pb2.Migrate, _node_pb2.MigrateReply]
     AskMove: _grpc.UnaryUnaryMultiCallable[_node_pb2.AskMove, _node_pb2.AskMoveReply]
@@ -68,6 +70,8 @@ class NodeAsyncStub(NodeStub):
     Commit: _aio.UnaryUnaryMultiCallable[_node_pb2.Commit, _node_pb2.CommitReply]  # type: ignore[assignment]
     DropLease: _aio.UnaryUnaryMultiCallable[_node_pb2.DropLease, _node_pb2.DropLeaseReply]  # type: ignore[assignment]
     FetchPrefix: _aio.UnaryUnaryMultiCallable[_node_pb2.FetchPrefix, _node_pb2.FetchPrefixReply]  # type: ignore[assignment]
+    ProbeLink: _aio.UnaryUnaryMultiCallable[_node_pb2.ProbeLink, _node_pb2.ProbeLinkReply]  # type: ignore[assignment]
+    SendProbe: _aio.UnaryUnaryMultiCallable[_node_pb2.SendProbe, _node_pb2.SendProbeReply]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_node_pb2.Abort, _node_pb2.AbortReply]  # type: ignore[assignment]
     Migrate: _aio.UnaryUnaryMultiCallable[_node_pb2.Migrate, _node_pb2.MigrateReply]  # type: ignore[assignment]
     AskMove: _aio.UnaryUnaryMultiCallable[_node_pb2.AskMove, _node_pb2.AskMoveReply]  # type: ignore[assignment]
@@ -132,6 +136,20 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.FetchPrefix,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.FetchPrefixReply, _abc.Awaitable[_node_pb2.FetchPrefixReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ProbeLink(
+        self,
+        request: _node_pb2.ProbeLink,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ProbeLinkReply, _abc.Awaitable[_node_pb2.ProbeLinkReply]]: ...
+
+    @_abc_1.abstractmethod
+    def SendProbe(
+        self,
+        request: _node_pb2.SendProbe,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.SendProbeReply, _abc.Awaitable[_node_pb2.SendProbeReply]]: ...
 
     @_abc_1.abstractmethod
     def Abort(

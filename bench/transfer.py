@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,13 +44,17 @@ LATENCY_KIB = 368
 LATENCY_ROUNDS = 100
 STEP_TIMEOUT_S = 60.0
 
+POOLS = {"shared": SharedMemory, "private": private_memory}
+"""A worker's pool is shared when `shm` is among its transports, else private, as the pools of the peers are."""
 TRANSPORTS = {
-    "shm": ("shm", True),
-    "tcp": ("tcp", True),
-    "ucx": ("ucx", True),
-    "ucx_shared_memory": ("ucx", False),
+    "shm": ("shm", True, "shared"),
+    "tcp": ("tcp", True, "private"),
+    "ucx": ("ucx", True, "private"),
+    "ucx_beside_shm": ("ucx", True, "shared"),
+    "ucx_shared_memory": ("ucx", False, "private"),
 }
-"""Name in the report: scheme, UCX error handling. The last does not survive a killed peer and is never chosen."""
+"""Name in the report: scheme, UCX error handling, pool. `ucx_beside_shm` is what a worker with both has towards peers
+that shm does not reach; the last does not survive a killed peer and is never chosen."""
 CHOSEN = "shm"
 """What workers of one host use by default."""
 PEERS = {
@@ -99,24 +103,23 @@ class CopyCourse:
 class Worker:
     """A pool and its engine; waits for events as a node would."""
 
-    def __init__(self, name: str, transport: str) -> None:
-        scheme, error_handling = TRANSPORTS[transport]
-        # What a worker has: shared where the peer maps it, else its own, as the peers' pools are.
-        region = memoryview(SharedMemory(POOL_BYTES) if scheme == "shm" else private_memory(POOL_BYTES))
+    def __init__(self, name: str, transport: str, *, wake: Callable[[], None] | None = None) -> None:
+        scheme, error_handling, pool = TRANSPORTS[transport]
+        region = memoryview(POOLS[pool](POOL_BYTES))
         np.frombuffer(region, np.uint8)[:] = len(name)
-        self._news = threading.Event()
+        self.news = threading.Event()
         made = make_transport(scheme, name, region, ucx_error_handling=error_handling)
-        self.engine = TransferEngine(name, region, [made], wake=self._news.set)
+        self.engine = TransferEngine(name, region, [made], wake=wake or self.news.set)
 
     def wait(self, kinds: tuple[type, ...], count: int) -> None:
         """Until `count` such events came. Raises RuntimeError on a failure or when they do not come."""
         end = time.monotonic() + STEP_TIMEOUT_S
         while count > 0:
-            self._news.clear()
+            self.news.clear()
             for event in self.engine.poll():
                 count -= isinstance(event, kinds)
                 _refuse_failures(event)
-            if count > 0 and not self._news.wait(max(0.0, end - time.monotonic())):
+            if count > 0 and not self.news.wait(max(0.0, end - time.monotonic())):
                 raise RuntimeError(f"{count} transfers did not end within {STEP_TIMEOUT_S} s")
 
 
@@ -327,7 +330,7 @@ def perftest(test: str, num_bytes: int) -> dict[str, float] | None:
 def report(rounds: int, peers: Path | None) -> None:
     """Measure all, print a table and the JSON line."""
     usable, why = ucx_available()
-    names = [name for name, (scheme, _) in TRANSPORTS.items() if scheme != "ucx" or usable]
+    names = [name for name, (scheme, *_) in TRANSPORTS.items() if scheme != "ucx" or usable]
     if not usable:
         print(f"ucx is left out: {why}")
     rates = {"copy": measure(CopyCourse(), rounds)}
@@ -346,7 +349,8 @@ def report(rounds: int, peers: Path | None) -> None:
         print(f"ucx_perftest, one hot buffer of {LATENCY_KIB} KiB: {hot['us']:.0f} µs, {hot['gb_per_s']:.2f} GB/s")
         latency["ucx_perftest"] = round(hot["us"])
     line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates), "latency_us": latency}
-    print(json.dumps(line | {"load": os.getloadavg()[0], "cores": os.cpu_count()}))
+    pools = {name: TRANSPORTS[name][2] for name in names}
+    print(json.dumps(line | {"pools": pools, "load": os.getloadavg()[0], "cores": os.cpu_count()}))
 
 
 def ratios(rates: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -368,9 +372,10 @@ def _rounded(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def _print_table(rates: dict[str, dict[str, float]], latency: dict[str, int]) -> None:
-    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs"])
+    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs", "pool"])
     for name, row in rates.items():
-        _print_row(name, [f"{rate:.2f}" for rate in row.values()] + [str(latency.get(name, ""))])
+        pool = TRANSPORTS[name][2] if name in TRANSPORTS else "private"
+        _print_row(name, [f"{rate:.2f}" for rate in row.values()] + [str(latency.get(name, "")), pool])
 
 
 def _print_row(name: str, cells: list[str]) -> None:

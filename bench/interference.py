@@ -122,7 +122,6 @@ class Stream:
 
     def wait(self) -> None:
         """For news, and tend to it."""
-        self._worker.news.clear()
         self.tend()
         self._worker.news.wait(0.1)
 
@@ -143,23 +142,17 @@ def block_lists(seed: str) -> Iterator[Spans]:
 
 def serve_source(transport: str) -> None:
     """The child: reads the address, then the numbers of leases to fill."""
-    bell, ring = os.pipe()
-
-    def wake() -> None:
-        os.write(ring, b"!")
-
-    worker = Worker("source#1", transport, wake=wake)
+    worker = Worker("source#1", transport)
     worker.engine.connect("destination#1", TRANSPORTS[transport][0], bytes.fromhex(sys.stdin.readline().strip()))
     print("ready", flush=True)
     lists = list(block_lists("reads"))
     os.set_blocking(sys.stdin.fileno(), False)
     told = b""
     while True:
-        ready, _, _ = select.select([sys.stdin, bell], [], [])
-        if bell in ready:
-            os.read(bell, 4096)
-            if failed := [event for event in worker.engine.poll() if isinstance(event, PushFailed)]:
-                raise RuntimeError(f"a transfer failed: {failed}")
+        ready, _, _ = select.select([sys.stdin, worker.news], [], [])
+        events = worker.engine.poll() if worker.news in ready and worker.news.wait(0) else []
+        if failed := [event for event in events if isinstance(event, PushFailed)]:
+            raise RuntimeError(f"a transfer failed: {failed}")
         if sys.stdin in ready:
             read = os.read(sys.stdin.fileno(), 4096)
             if not read:

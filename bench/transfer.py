@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import random
+import select
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,22 +101,43 @@ class CopyCourse:
 # -- ours: two processes -----------------------------------------------------------------------------------------------
 
 
+class Bell:
+    """How a transport wakes its owner: as a worker's doorbell does, by a descriptor."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller = select.poll()
+        self._poller.register(self._descriptor, select.POLLIN)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def ring(self) -> None:
+        os.eventfd_write(self._descriptor, 1)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it rang since the last wait."""
+        if not self._poller.poll(math.ceil(timeout_s * 1000)):
+            return False
+        os.eventfd_read(self._descriptor)
+        return True
+
+
 class Worker:
     """A pool and its engine; waits for events as a node would."""
 
-    def __init__(self, name: str, transport: str, *, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, transport: str) -> None:
         scheme, error_handling, pool = TRANSPORTS[transport]
         region = memoryview(POOLS[pool](POOL_BYTES))
         np.frombuffer(region, np.uint8)[:] = len(name)
-        self.news = threading.Event()
+        self.news = Bell()
         made = make_transport(scheme, name, region, ucx_error_handling=error_handling)
-        self.engine = TransferEngine(name, region, [made], wake=wake or self.news.set)
+        self.engine = TransferEngine(name, region, [made], wake=self.news.ring)
 
     def wait(self, kinds: tuple[type, ...], count: int) -> None:
         """Until `count` such events came. Raises RuntimeError on a failure or when they do not come."""
         end = time.monotonic() + STEP_TIMEOUT_S
         while count > 0:
-            self.news.clear()
             for event in self.engine.poll():
                 count -= isinstance(event, kinds)
                 _refuse_failures(event)

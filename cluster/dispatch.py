@@ -170,6 +170,10 @@ class Flight:
     """Workers without room, or whose link to their peer failed: asked again when nobody else is left."""
     declined: Declined | None = None
     """The last attempt's."""
+    faults: int = 0
+    """Attempts that failed for another reason than want of room."""
+    rests: int = 0
+    """How often it waited for room: each time twice as long, or a full pool would be asked without a pause."""
     placed_s: float | None = None
     first_s: float | None = None
     last_s: dict[int, float] = field(default_factory=dict)
@@ -366,7 +370,6 @@ class Dispatch:
         """Ask the router; while workers were only passed over, ask again until the deadline."""
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         view = replace(flight.view, request_id=attempt_id)
-        backoff_s = self._limits.backoff_s
         while flight.failure is None and self._left_s(flight) > 0:
             try:
                 async with asyncio.timeout(min(self._left_s(flight), self._limits.router_timeout_s)):
@@ -383,8 +386,9 @@ class Dispatch:
                 flight.failure = Declined(placed.code, placed.reason + before)
                 return None
             flight.passed_over = frozenset()
+            backoff_s = min(self._limits.backoff_s * 2.0 ** min(flight.rests, 16), self._limits.max_backoff_s)
+            flight.rests += 1
             await self._sleep(min(backoff_s * (0.5 + self._random.random()), self._left_s(flight)))
-            backoff_s = min(2 * backoff_s, self._limits.max_backoff_s)
         flight.failure = flight.failure or Declined(Code.DEADLINE, "the deadline passed before a worker had room")
         return None
 
@@ -447,7 +451,8 @@ class Dispatch:
         elif error.code in (Code.UNAVAILABLE, Code.STALE):
             flight.gone |= {fault.name}
             await self._router.suspect(fault, error.message)
-        exhausted = error.code is not Code.NO_ROOM and flight.attempts >= self._limits.attempts
+        flight.faults += error.code is not Code.NO_ROOM
+        exhausted = flight.faults >= self._limits.attempts
         if error.code not in RETRYABLE or flight.tokens or exhausted:
             flight.failure = flight.failure or error
             return

@@ -176,6 +176,26 @@ async def test_when_every_worker_is_full_the_request_waits_for_room() -> None:
         assert flight.outcome.attempts == 6
 
 
+async def test_waiting_for_room_uses_up_no_attempt_and_each_wait_is_longer() -> None:
+    waits: list[float] = []
+
+    async def rest(wait_s: float) -> None:
+        waits.append(wait_s)
+
+    async with bench(limits=Limits()) as made:
+        made.dispatch._sleep = rest
+        made.workers.declines["decode-0", Expect] = [
+            *[Declined(Code.NO_ROOM, "the link hung, it is tried again soon")] * 8,
+            Declined(Code.UNAVAILABLE, "the transfer broke", by="prefill-0"),
+        ]
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.attempts, flight.faults) == (10, 1)
+    assert waits[0] < 0.04
+    assert sum(waits) > 1.0, "eight of the first would be a quarter of a second"
+
+
 async def test_waiting_for_room_ends_with_the_deadline() -> None:
     async with bench(limits=SLOW) as made:
         made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")] * 10_000

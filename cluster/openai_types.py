@@ -270,7 +270,9 @@ class ChatBody(_Body):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "is only for logprobs=true")
         newer = self.max_completion_tokens is not None
-        names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if newer else {})
+        names = {"logprobs": "logprobs" if self.top_logprobs is None else "top_logprobs"} | (
+            {"max_tokens": "max_completion_tokens"} if newer else {}
+        )
         common = self.common()
         return Ask(
             messages=tuple(message.as_text(index) for index, message in enumerate(self.messages)),

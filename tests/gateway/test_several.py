@@ -162,6 +162,17 @@ async def test_what_makes_no_sense_together_is_refused_by_field(fields: dict[str
         assert made.refused == [Code.INVALID]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"logprobs": True}, "logprobs"), ({"logprobs": True, "top_logprobs": 2}, "top_logprobs")]
+)
+async def test_a_chat_with_beams_has_no_log_probabilities(fields: dict[str, Any], param: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "use_beam_search": True, "beam_width": 2}
+    async with over_http() as (made, client):
+        response = await client.post("/v1/chat/completions", json=chat | fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert not made.workers.asked
+
+
 async def test_best_of_that_equals_n_may_be_streamed() -> None:
     async with over_http() as (_, client):
         response = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})

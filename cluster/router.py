@@ -139,6 +139,10 @@ class RouterState:
         self.index.add(name, info.ref.incarnation)
         return None
 
+    def hold_back(self, name: str) -> None:
+        """A worker is about to be drained: it is not chosen, until it reports that it does not drain."""
+        self._known[name].draining = True
+
     def report(self, report: LoadReport, now: float) -> bool:
         """A worker's state and heartbeat. False: refused (unknown, old incarnation, or older than the last)."""
         known = self._known.get(report.worker)

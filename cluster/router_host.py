@@ -78,6 +78,8 @@ class RouterHost:
         self._kill = kill
         self._whereabouts: dict[str, Whereabouts] = {}
         self._events: dict[str, str] = {}
+        self._drained: set[str] = set()
+        """By an operator: a worker that starts anew is drained like the one whose name it has."""
         self._subscriber = Subscriber(secret)
         self._workers = NodeClient(secret, clock=clock)
         self._asking: set[asyncio.Task[None]] = set()
@@ -112,6 +114,9 @@ class RouterHost:
             self._whereabouts[name] = where
             self._supervisor.joined(name)
             self._hear(name, events)
+            if name in self._drained:
+                self.state.hold_back(name)
+                self._spawn(self._ask_drain(info.ref))
             log.info("%s registered from %s", info.ref.peer, info.ref.address)
         return declined
 
@@ -130,11 +135,17 @@ class RouterHost:
 
     async def drain(self, name: str, draining: bool) -> str:
         """Let a worker take nothing new (or let it again); what it runs moves away while there is room elsewhere.
-        Why it could not be told; empty when it was."""
+        One that is not there now is told when it is back. Why it could not be told; empty when it was or will be."""
+        members = {member.name for member in self.state.membership.members()}
+        if name not in members:
+            return f"there is no worker {name} (there are: {', '.join(sorted(members)) or 'none'})"
+        if draining:
+            self._drained.add(name)
+        else:
+            self._drained.discard(name)
         ref = next((info.ref for info in self.state.workers() if info.ref.name == name), None)
         if ref is None:
-            known = ", ".join(sorted(info.ref.name for info in self.state.workers())) or "none"
-            return f"there is no worker {name} (there are: {known})"
+            return ""
         answer = await self._workers.ask(ref, SetDraining(draining), DRAIN_ASK_S)
         return answer.message if isinstance(answer, Declined) else ""
 
@@ -231,6 +242,11 @@ class RouterHost:
             answer = await self._workers.ask(move.source, Migrate(move.request_id, move.to), MIGRATE_ASK_S)
         finally:
             self.state.moved(move, answer, self._clock())
+
+    async def _ask_drain(self, ref: WorkerRef) -> None:
+        answer = await self._workers.ask(ref, SetDraining(True), DRAIN_ASK_S)
+        if isinstance(answer, Declined):
+            log.warning("%s did not hear that its name is drained: %s", ref.peer, answer.message)
 
     async def _ask_probe(self, pair: Pair) -> None:
         """What it brings is in the source's reports; asked again later when it brings nothing."""

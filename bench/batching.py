@@ -111,7 +111,7 @@ def decode_times(run: Run, seats: int) -> dict[int, float]:
 
     The first decile, because whoever else uses the machine only ever adds time.
     """
-    sizes = sorted({1, 2, seats // 4, seats // 2, 3 * seats // 4, seats} - {0})
+    sizes = sorted({1, min(2, seats), seats // 4, seats // 2, 3 * seats // 4, seats} - {0})
     times: dict[int, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         for size in sizes:
@@ -181,11 +181,12 @@ def report(continuous: Run, static: Run, lengths: tuple[int, ...], seats: int) -
     print(f"prompts alone: {1 / prompt_s:.0f} tokens/s")
     for name, run in (("continuous", continuous), ("static", static)):
         print(f"{name:>10}: {run.seconds:7.2f} s  {run.steps:5} steps  {tokens / run.seconds:7.1f} tokens/s")
-    for kind, errors in continuous.errors.items():
-        deciles = statistics.quantiles(errors[COLD_STEPS:], n=10)
+    warm = {kind: errors[COLD_STEPS:] for kind, errors in continuous.errors.items() if len(errors) > COLD_STEPS + 1}
+    for kind, errors in warm.items():
+        deciles = statistics.quantiles(errors, n=10)
         print(
             f"continuous step times of {kind}: predicted within {deciles[4]:.1%} (median) and {deciles[8]:.1%} (nine in"
-            f" ten) of {len(errors) - COLD_STEPS} steps, the first {COLD_STEPS} left out"
+            f" ten) of {len(errors)} steps, the first {COLD_STEPS} left out"
         )
     ideal_static, ideal_continuous = (
         ideal(lengths, seats, times, prompt_s) for ideal in (ideal_static_s, ideal_continuous_s)
@@ -197,9 +198,7 @@ def report(continuous: Run, static: Run, lengths: tuple[int, ...], seats: int) -
         "bench": "batching",
         "ratios": {name: round(value, 4) for name, value in ratios.items()},
         "tokens_per_s": round(tokens / continuous.seconds, 1),
-        "step_time_error": {
-            kind: round(statistics.median(errors[COLD_STEPS:]), 4) for kind, errors in continuous.errors.items()
-        },
+        "step_time_error": {kind: round(statistics.median(errors), 4) for kind, errors in warm.items()},
     }
     print(json.dumps(line))
 

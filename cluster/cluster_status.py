@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.types import EngineLoad
-from tandem.messages import LinkRate, MigrationCounters, TransferCounters
+from tandem.messages import FetchCounters, LinkRate, LoadReport, MigrationCounters, TransferCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,30 @@ class WorkerStatus:
     transfers_in_flight: int = 0
     transfers: tuple[TransferCounters, ...] = ()
     """What each of its transports has moved."""
+    fetches: tuple[FetchCounters, ...] = ()
+    """What it has fetched from others."""
     migrations: MigrationCounters = field(default_factory=MigrationCounters)
     draining: bool = False
     links: tuple[LinkRate, ...] = ()
     """How fast it sent KV to others."""
+
+    def report(self) -> LoadReport | None:
+        """Its last report, as far as metrics need it."""
+        if self.load is None:
+            return None
+        return LoadReport(
+            self.name,
+            self.incarnation,
+            0,
+            self.load,
+            (),
+            transfers_in_flight=self.transfers_in_flight,
+            draining=self.draining,
+            transfers=self.transfers,
+            fetches=self.fetches,
+            migrations=self.migrations,
+            links=self.links,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from cluster.streams import FrameHub
 from cluster.supervisor import Fenced
 from cluster.text import Text
 from cluster.wiring import dispatch_limits, gateway_settings, hasher_for
-from tandem.messages import Answer, Code, LoadReport, Question, WorkerRef
+from tandem.messages import Answer, Code, Question, WorkerRef
 
 log = logging.getLogger(__name__)
 
@@ -170,17 +170,7 @@ class GatewayHost:
             if worker.load is None:
                 self._metrics.forget(worker.name)
             self._metrics.observe_health(worker.name, worker.role, Health(worker.health))
-            if worker.load is not None:
-                report = LoadReport(
-                    worker.name,
-                    worker.incarnation,
-                    0,
-                    worker.load,
-                    (),
-                    transfers_in_flight=worker.transfers_in_flight,
-                    transfers=worker.transfers,
-                    migrations=worker.migrations,
-                )
+            if (report := worker.report()) is not None:
                 self._metrics.observe_report(worker.role, report)
 
     # -- metrics -----------------------------------------------------------------------------------------------

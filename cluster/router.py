@@ -82,6 +82,7 @@ class Loaded(NamedTuple):
     load: EngineLoad
     transfers_in_flight: int
     transfers: tuple[TransferCounters, ...]
+    fetches: tuple[FetchCounters, ...]
     migrations: MigrationCounters
     draining: bool
     links: tuple[LinkRate, ...]
@@ -320,6 +321,7 @@ class RouterState:
                 known.load,
                 known.transfers_in_flight,
                 known.transfers,
+                tuple(known.fetches.values()),
                 known.migrations,
                 known.draining,
                 known.links,

@@ -192,6 +192,7 @@ class RouterHost:
                     load=loaded.load if loaded else None,
                     transfers_in_flight=loaded.transfers_in_flight if loaded else 0,
                     transfers=loaded.transfers if loaded else (),
+                    fetches=loaded.fetches if loaded else (),
                     migrations=loaded.migrations if loaded else MigrationCounters(),
                     draining=loaded.draining if loaded else False,
                     links=loaded.links if loaded else (),

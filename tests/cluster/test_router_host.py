@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest_asyncio
@@ -20,8 +21,20 @@ from cluster.snapshot import Placement, RequestView
 from cluster.streams import FrameHub
 from cluster.wiring import control_settings, hasher_for, rank_settings
 from engine.types import Request, SamplingParams
-from tandem.messages import Expect, Expected, Replaying, ReplayPrefixes, WorkerInfo
+from tandem.messages import (
+    Expect,
+    Expected,
+    FetchCounters,
+    LinkRate,
+    MigrationCounters,
+    Replaying,
+    ReplayPrefixes,
+    TransferCounters,
+    WorkerInfo,
+)
 from tests.cluster.local_rig import config
+from tests.router.worlds import info as worker_info
+from tests.router.worlds import report as worker_report
 
 SECRET = secrets.token_hex(8)
 SETTINGS = config(prefill=0, local="always")
@@ -75,6 +88,23 @@ async def test_a_router_that_comes_late_or_comes_back_is_told_what_the_worker_ho
             status = host.status().workers[0]
             assert status.name == "decode-0"
             assert "tcp" in {counters.scheme for counters in status.transfers}
+
+
+async def test_all_that_metrics_show_of_a_report_is_in_the_status() -> None:
+    host = RouterHost(SETTINGS, SECRET, lambda where: None)
+    host.state.register(worker_info("decode-0"), 0.0)
+    told = replace(
+        worker_report("decode-0", 1, running=2),
+        transfers_in_flight=3,
+        draining=True,
+        transfers=(TransferCounters("shm", pushes=4),),
+        fetches=(FetchCounters("prefill-0", fetches=5),),
+        migrations=MigrationCounters(moved=6),
+        links=(LinkRate("decode-1", "shm", 7.0, 8.0, 9.0),),
+    )
+    host.state.report(told, 0.0)
+    assert host.status().workers[0].report() == replace(told, number=0, request_ids=(), kv_events=0)
+    await host.stop()
 
 
 def _overlap(host: RouterHost, keys: tuple[bytes, ...]) -> int:

@@ -55,6 +55,9 @@ def show_status(state: RunState) -> None:
     console.print(f"{state.model}: {ready}   HTTP {state.http}   gRPC {state.grpc}")
     console.print(_workers(status["workers"]))
     for worker in status["workers"]:
+        for rate in worker["links"]:
+            console.print(_link(worker["name"], rate), markup=False, soft_wrap=True)
+    for worker in status["workers"]:
         if worker["health"] != "alive":
             console.print(f"{worker['name']} is {worker['health']}: {worker['why']}", markup=False, soft_wrap=True)
     for reason, count in sorted(status["placements"].items()):
@@ -67,7 +70,6 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         table.add_column(name)
     for name in ("running", "waiting", "KV live", "cached", "of"):
         table.add_column(name, justify="right")
-    table.add_column("KV sent, best GB/s (one thread copies)")
     for worker in workers:
         load = worker["load"] or {}
         colour = _HEALTH_COLOURS.get(worker["health"], "white")
@@ -79,14 +81,15 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
             health,
             str(worker["pid"] or "-"),
             *(str(load.get(name, "-")) for name in numbers),
-            "\n".join(_link(rate) for rate in worker["links"]) or "-",
         )
     return table
 
 
-def _link(rate: Mapping[str, Any]) -> str:
+def _link(source: str, rate: Mapping[str, Any]) -> str:
     best, limit = rate["best_bytes_per_s"] / 1e9, rate["limit_bytes_per_s"] / 1e9
-    return f"{rate['peer']} {rate['scheme']} {best:.1f} ({limit:.1f})"
+    return (
+        f"KV {source} to {rate['peer']} over {rate['scheme']}: {best:.1f} GB/s at best, one thread copies {limit:.1f}"
+    )
 
 
 def ask_gateway(state: RunState, path: str, *, method: str = "GET") -> dict[str, Any]:

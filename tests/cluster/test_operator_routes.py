@@ -16,9 +16,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.cli import main
-from cluster.cluster_status import ClusterStatus
+from cluster.cluster_status import ClusterStatus, WorkerStatus
 from cluster.gateway_host import RouterAway, with_operator
 from cluster.run_state import RunState, make_run_folder, save
+from tandem.messages import LinkRate
 
 
 class Router:
@@ -91,6 +92,13 @@ class Gateway(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
+    def do_GET(self) -> None:
+        links = (LinkRate("decode-0", "shm", 2e9, 5e9, 25e9),)
+        worker = WorkerStatus(name="prefill-0", role="prefill", health="alive", why="", pid=123456, links=links)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(ClusterStatus(not_ready="", workers=(worker,)).to_json()).encode())
+
     def log_message(self, *args: object) -> None:
         """Silent."""
 
@@ -116,3 +124,11 @@ def test_the_commands_say_what_the_gateway_says() -> None:
     assert "decode-0 is back" in CliRunner().invoke(main, ["undrain", "decode-0"]).output
     refused = CliRunner().invoke(main, ["drain", "nobody"])
     assert (refused.exit_code, "there is no worker of that name" in refused.output) == (1, True)
+
+
+@pytest.mark.usefixtures("gateway")
+def test_a_narrow_terminal_shows_every_worker_by_its_whole_name_and_what_its_links_reach() -> None:
+    shown = CliRunner().invoke(main, ["status"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert any(line.split()[:3] == ["prefill-0", "alive", "123456"] for line in shown.output.splitlines())
+    assert "KV prefill-0 to decode-0 over shm: 5.0 GB/s at best, one thread copies 25.0" in shown.output

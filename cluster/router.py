@@ -111,7 +111,8 @@ class RouterState:
         self._fetch_links: dict[tuple[str, str], tuple[float, float]] = {}
         """(source, destination) → bytes per second, and when that was measured."""
         self._rates: dict[tuple[str, str], float] = {}
-        """What the transfer alone achieved, as the source says: for pairs of which nothing better is known."""
+        """What the transfer alone achieved at best, as the source says, for pairs of which nothing better is known: a
+        start is a busy moment, and its last measurement may be far off."""
         self._probes = ProbeTurns()
         self._placed: dict[str, tuple[str, str]] = {}
         self._turn = 0
@@ -155,7 +156,7 @@ class RouterState:
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
         known.transfers = report.transfers
         known.migrations, known.links = report.migrations, report.links
-        self._rates.update({(report.worker, rate.peer): rate.bytes_per_s for rate in report.links})
+        self._rates.update({(report.worker, rate.peer): rate.best_bytes_per_s for rate in report.links})
         self._learn_links(known, report, now)
         self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"

@@ -27,13 +27,13 @@ Usable alone. A region is writable memory seen as single bytes, a transport any 
     prefill.connect("decode-0#1", scheme, addresses[scheme])
     prefill.push(key, "decode-0#1", 1, [Span(4096, 4096)], deadline_s=5.0)    # into the lease's span 1
 
-    def told(kind, *engines):                                   # a real owner has one engine, and other work
-        while not (found := [event for one in engines for event in one.poll() if isinstance(event, kind)]):
+    def told(kind, engine):                                     # a real owner has other work, and all kinds of events
+        while not (found := [event for event in engine.poll() if isinstance(event, kind)]):
             news.wait(0.1)
             news.clear()
         return found[0]
 
-    print(told(Received, decode, prefill), told(PushDone, prefill))
+    print(told(Received, decode), told(PushDone, prefill))
     decode.close(key)                                           # no more bytes ...
     prefill.withdraw(key)
     print(told(Quiet, decode), told(Quiet, prefill))            # ... and from now on the memory may be anybody's

@@ -197,6 +197,11 @@ class Connection:
             raise FrameError(f"a body of {header.length} bytes, at most {self.max_body_bytes} are read")
         if not header.length:
             raise FrameError("a frame without a body")
+        if header.length <= len(self._ahead):  # as a rule it is here already
+            whole, self._ahead = bytes(self._ahead[: header.length]), self._ahead[header.length :]
+            self.expect_frame()
+            self._on_frame(header, whole)
+            return
         body = bytearray(header.length)
         self._reading = Cursor([memoryview(body)])
         self._read_done = lambda: self._body_read(header, body)

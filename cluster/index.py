@@ -107,14 +107,18 @@ class PrefixIndex:
         return tuple(name for name, source in self._sources.items() if not source.complete)
 
     def match(
-        self, keys: Sequence[bytes], *, tier: str = DEVICE, underway: Mapping[bytes, int] | None = None
+        self, keys: Sequence[bytes], *, tier: str | None = DEVICE, underway: Mapping[bytes, int] | None = None
     ) -> dict[str, int]:
-        """Leading keys held (or underway), by worker; a worker that lacks the first one is left out."""
-        table, coming = self._tiers.get(tier, {}), underway or {}
+        """Leading keys held (or underway), by worker; a worker that lacks the first one is left out. `tier` None: each
+        of them in any."""
+        table, *others = self._tables(tier, underway)
         found: dict[str, int] = {}
         alive = self._slots.all()
         for depth, key in enumerate(keys):
-            still = alive & (table.get(key, 0) | coming.get(key, 0))
+            held = table.get(key, 0)
+            for other in others:
+                held |= other.get(key, 0)
+            still = alive & held
             if still != alive and depth:
                 found.update(dict.fromkeys(self._slots.names(alive & ~still), depth))
             alive = still
@@ -123,6 +127,15 @@ class PrefixIndex:
         if keys:
             found.update(dict.fromkeys(self._slots.names(alive), len(keys)))
         return found
+
+    def _tables(self, tier: str | None, underway: Mapping[bytes, int] | None) -> list[Mapping[bytes, int]]:
+        """At least one, and after the first none that is empty."""
+        lower = [table for name, table in self._tiers.items() if name != DEVICE] if tier is None else []
+        return [self._tiers.get(tier or DEVICE, {}), *(table for table in (*lower, underway) if table)]
+
+    def has_lower_tiers(self) -> bool:
+        """Whether anything is known to lie in one."""
+        return any(table for tier, table in self._tiers.items() if tier != DEVICE)
 
     def held(self, worker: str, tier: str = DEVICE) -> int:
         """How many keys this worker is known to hold."""

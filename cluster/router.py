@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cluster.config import TandemConfig
 from cluster.evacuation import Evacuation, Move, Resident
-from cluster.index import PrefixIndex, Slots, tokens_of
+from cluster.index import DEVICE, PrefixIndex, Slots, tokens_of
 from cluster.ledger import Claim, Ledger
 from cluster.membership import Decision, Fence, Health, HealthBounds, Membership
 from cluster.policies import POLICIES, Policy
@@ -301,14 +301,19 @@ class RouterState:
         views = [self._view(known, proven, now) for known in self._known.values() if self._routable(known)]
         overlaps: dict[str, int] = {}
         held: dict[str, int] = {}
+        loads: dict[str, float] = {}
         if self._config.routing.prefix_affinity and self._config.model.prefix_caching:
-            overlaps = self._matched(request, underway=self.ledger.underway.masks)
-            held = self._matched(request) if self._knobs.fetch != "never" else {}
+            overlaps = self._matched(request, DEVICE, self.ledger.underway.masks)
+            if self.index.has_lower_tiers():
+                pool, overlaps = overlaps, self._matched(request, None, self.ledger.underway.masks)
+                loads = self._loading(overlaps, pool)
+            held = self._matched(request, DEVICE) if self._knobs.fetch != "never" else {}
         return Snapshot(
             prefill=tuple(view for view in views if view.info.role == "prefill"),
             decode=tuple(view for view in views if view.info.role == "decode"),
             overlaps=overlaps,
             held=held,
+            loads=loads,
             links=self._links_now(now),
             excluded=exclude,
             knobs=self._knobs,
@@ -339,10 +344,24 @@ class RouterState:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _matched(self, request: RequestView, underway: Mapping[bytes, int] | None = None) -> dict[str, int]:
+    def _matched(
+        self, request: RequestView, tier: str | None, underway: Mapping[bytes, int] | None = None
+    ) -> dict[str, int]:
         """Leading prompt tokens held, by worker."""
-        matches = self.index.match(request.prefix_keys, underway=underway)
+        matches = self.index.match(request.prefix_keys, tier=tier, underway=underway)
         return {name: tokens_of(granules, request.prompt_tokens) for name, granules in matches.items()}
+
+    def _loading(self, overlaps: Mapping[str, int], pool: Mapping[str, int]) -> dict[str, float]:
+        """Seconds to load what lies in lower tiers, by worker, at the rate that its loads have had."""
+        loads = {}
+        for name, tokens in overlaps.items():
+            known, lower = self._known.get(name), tokens - pool.get(name, 0)
+            if known is not None and lower > 0:
+                moved = sum(tier.loaded_bytes for tier in known.load.tiers)
+                took_s = sum(tier.load_seconds for tier in known.load.tiers)
+                rate = moved / took_s if moved and took_s else self._knobs.assumed_bytes_per_s
+                loads[name] = lower / known.load.block_size * known.info.block_bytes / rate
+        return loads
 
     def _learn_links(self, known: _Known, report: LoadReport, now: float) -> None:
         """What this worker's fetches since its last report say of its links."""

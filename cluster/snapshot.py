@@ -172,6 +172,8 @@ class Snapshot:
 
     `overlaps[name]` is the number of leading prompt tokens whose KV that worker holds (or will hold before this
     request's turn), `held[name]` those that it holds now; `links[(source, destination)]` the measured bytes per second.
+    An overlap may lie in lower tiers, from which `loads[name]` seconds bring it back; `held` never does, for only what
+    is in the pool can be sent.
     `excluded` names workers that this request must not get: they still tell whether it could ever fit.
     """
 
@@ -179,6 +181,7 @@ class Snapshot:
     decode: tuple[WorkerView, ...] = ()
     overlaps: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
+    loads: Mapping[str, float] = field(default_factory=dict)
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     knobs: RoutingKnobs = RoutingKnobs()

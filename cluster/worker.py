@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 from cluster.fetching import FetchDestination, FetchLimits, FetchSource
+from cluster.index import DEVICE
 from cluster.link_probe import LinkProbe
 from decode_node.service import DecodeLimits, DecodeNode
 from engine.engine import Engine
@@ -283,12 +284,16 @@ class Worker:
 
     def _publish_kv_events(self) -> None:
         """What changed, in parts of bounded size: each part alone leaves nothing untrue in the router's index."""
-        stored, removed, cleared = self.engine.drain_kv_events()
+        self._tell_keys(DEVICE, *self.engine.drain_kv_events())
+        for tier, changes in self.engine.drain_tier_events().items():
+            self._tell_keys(tier, *changes)
+
+    def _tell_keys(self, tier: str, stored: tuple[bytes, ...], removed: tuple[bytes, ...], cleared: bool) -> None:
         ref = self.info.ref
         while stored or removed or cleared:
             self.kv_events += 1
             part, stored = stored[:KEYS_PER_EVENT], stored[KEYS_PER_EVENT:]
-            self.outbox.append((0, KvEvents(ref.name, ref.incarnation, self.kv_events, part, removed, cleared)))
+            self.outbox.append((0, KvEvents(ref.name, ref.incarnation, self.kv_events, part, removed, cleared, tier)))
             removed, cleared = (), False
 
 

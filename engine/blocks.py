@@ -114,12 +114,12 @@ class BlockPool:
         """The keys under which a block was published; nothing when it is not to be found."""
         return self._cache.keys_of(block)
 
-    def hold_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """A lower tier holds these keys: they are told as stored, though `match` finds no block."""
-        self._cache.hold_elsewhere(keys)
+    def hold_elsewhere(self, tier: str, keys: Iterable[bytes]) -> None:
+        """A lower tier holds these keys: they are told as its own."""
+        self._cache.hold_elsewhere(tier, keys)
 
-    def drop_elsewhere(self, keys: Iterable[bytes]) -> None:
-        self._cache.drop_elsewhere(keys)
+    def drop_elsewhere(self, tier: str, keys: Iterable[bytes]) -> None:
+        self._cache.drop_elsewhere(tier, keys)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the leading keys (one per block) that are known, without a reference taken."""
@@ -143,6 +143,10 @@ class BlockPool:
 
     def drain_changes(self) -> KvChanges:
         return self._cache.drain()
+
+    def drain_elsewhere(self) -> dict[str, KvChanges]:
+        """The same of each lower tier, after `drain_changes`, whose `cleared` is for all of them."""
+        return self._cache.drain_elsewhere()
 
     def retell_changes(self) -> int:
         """The next `drain_changes` tells all that is cached; the number of keys."""

@@ -32,6 +32,7 @@ from engine.hashing import PrefixHasher, hash_root
 from engine.info import EngineInfo, ModelFacts
 from engine.lengths import LengthWatch
 from engine.outcomes import outcomes_of
+from engine.prefix_cache import KvChanges
 from engine.roster import Roster
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
@@ -145,7 +146,7 @@ class Engine:
         """Offer blocks that leave the pool to `store`, and load prompts' prefixes from it where that is faster than
         computing them (`mode`: auto, always, never; see `engine.tiering`). Once, before the first request.
 
-        `announce`: what only the store holds is told by `drain_kv_events` as well. Raises TypeError when the pool's
+        `announce`: what the store holds is told by `drain_tier_events`. Raises TypeError when the pool's
         bytes cannot be had.
         """
         if self._blocks is None:
@@ -435,10 +436,16 @@ class Engine:
         )
 
     def drain_kv_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...], bool]:
-        """Prefix keys stored and removed since the last call, and whether everything was forgotten before that."""
+        """Prefix keys that the pool holds since the last call and does not hold any more, and whether everything was
+        forgotten before that."""
         if self._tiers is not None:
             self._tiers.tell()
         return self._pool.drain_changes()
+
+    def drain_tier_events(self) -> dict[str, KvChanges]:
+        """The same of each lower tier that is announced. To be told after `drain_kv_events`, whose "forgotten" is for
+        all tiers."""
+        return self._pool.drain_elsewhere()
 
     def retell_kv_events(self) -> int:
         """The next drain tells all prefix keys anew, after a `cleared`; returns how many there are."""

@@ -4,8 +4,9 @@ A block is known by the key of its last granule; the keys of all its granules ar
 is one), so that a router which counts leading granules needs no block size. Two blocks may share leading granules: a
 key is announced stored with its first holder and removed with its last.
 
-Changes are kept as their net effect. A key that came and went between two drains is never mentioned, so `stored` and
-`removed` never share a key and may be applied in any order after `cleared`.
+What lower tiers hold is told beside it, tier by tier. Changes are kept as their net effect. A key that came and went
+between two drains is never mentioned, so `stored` and `removed` never share a key and may be applied in any order
+after `cleared`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,51 @@ class KvChanges(NamedTuple):
     cleared: bool
 
 
+class _Told:
+    """What one tier holds, counted by holders, and the net change since its last drain."""
+
+    def __init__(self) -> None:
+        self.holders: Counter[bytes] = Counter()
+        self._changes: dict[bytes, bool] = {}
+
+    def hold(self, key: bytes) -> None:
+        self.holders[key] += 1
+        if self.holders[key] == 1:
+            self._note(key, stored=True)
+
+    def let_go(self, key: bytes) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            del self.holders[key]
+            self._note(key, stored=False)
+
+    def retell(self) -> int:
+        self._changes = dict.fromkeys(self.holders, True)
+        return len(self._changes)
+
+    def drain(self, cleared: bool = False) -> KvChanges:
+        stored = tuple(key for key, is_stored in self._changes.items() if is_stored)
+        removed = tuple(key for key, is_stored in self._changes.items() if not is_stored)
+        self._changes.clear()
+        return KvChanges(stored, removed, cleared)
+
+    def _note(self, key: bytes, *, stored: bool) -> None:
+        # The opposite change was not told yet: together they are no news.
+        if self._changes.get(key) is (not stored):
+            del self._changes[key]
+        else:
+            self._changes[key] = stored
+
+
 class PrefixCache:
     """The index from prefix key to block. Knows nothing of references: `BlockPool` says when a block is reassigned."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._keys_of: dict[int, tuple[bytes, ...]] = {}
-        self._holders: Counter[bytes] = Counter()
-        self._elsewhere: set[bytes] = set()
-        """Keys that a lower tier holds; each counts as one more holder."""
-        self._changes: dict[bytes, bool] = {}
+        self._told = _Told()
+        self._elsewhere: dict[str, _Told] = {}
+        """What lower tiers hold, by tier; each key once."""
         self._cleared = False
 
     def __len__(self) -> int:
@@ -52,26 +88,26 @@ class PrefixCache:
         self._block_of[keys[-1]] = block
         self._keys_of[block] = keys
         for key in keys:
-            self._hold(key)
+            self._told.hold(key)
         return True
 
     def keys_of(self, block: int) -> tuple[bytes, ...]:
         """The granules' keys of a block; nothing when it is unknown."""
         return self._keys_of.get(block, ())
 
-    def hold_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """These keys lie in a lower tier: told as stored until `drop_elsewhere`, whatever becomes of the blocks."""
+    def hold_elsewhere(self, tier: str, keys: Iterable[bytes]) -> None:
+        """These keys lie in a lower tier, until `drop_elsewhere`. Known ones are ignored."""
+        told = self._elsewhere.setdefault(tier, _Told())
         for key in keys:
-            if key not in self._elsewhere:
-                self._elsewhere.add(key)
-                self._hold(key)
+            if key not in told.holders:
+                told.hold(key)
 
-    def drop_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """No tier holds these any more. Unknown ones are ignored."""
+    def drop_elsewhere(self, tier: str, keys: Iterable[bytes]) -> None:
+        """That tier holds these no more. Unknown ones are ignored."""
+        told = self._elsewhere.setdefault(tier, _Told())
         for key in keys:
-            if key in self._elsewhere:
-                self._elsewhere.discard(key)
-                self._let_go(key)
+            if key in told.holders:
+                told.let_go(key)
 
     def drop(self, block: int) -> None:
         """Forget a block that is about to hold something else. Unknown blocks are ignored."""
@@ -80,54 +116,35 @@ class PrefixCache:
             return
         del self._block_of[keys[-1]]
         for key in keys:
-            self._let_go(key)
+            self._told.let_go(key)
 
     def clear(self) -> int:
         """Forget everything; the number of blocks forgotten."""
         count = len(self._keys_of)
         self._block_of.clear()
         self._keys_of.clear()
-        self._holders.clear()
+        self._told = _Told()
         self._elsewhere.clear()
-        self._changes.clear()
         self._cleared = True
         return count
 
     def retell(self) -> int:
-        """The next drain tells everything from the start, for a listener that missed some; the number of keys."""
-        self._changes = dict.fromkeys(self._holders, True)
+        """The next drains tell everything from the start, for a listener that missed some; the number of keys."""
         self._cleared = True
-        return len(self._changes)
+        return sum(told.retell() for told in (self._told, *self._elsewhere.values()))
 
     def drain(self) -> KvChanges:
-        """What changed since the last call."""
-        stored = tuple(key for key, is_stored in self._changes.items() if is_stored)
-        removed = tuple(key for key, is_stored in self._changes.items() if not is_stored)
-        changes = KvChanges(stored, removed, self._cleared)
-        self._changes.clear()
+        """What changed in the pool since the last call; `cleared` is for the lower tiers too."""
+        changes = self._told.drain(self._cleared)
         self._cleared = False
         return changes
 
+    def drain_elsewhere(self) -> dict[str, KvChanges]:
+        """What changed in each lower tier since the last call."""
+        return {tier: told.drain() for tier, told in self._elsewhere.items()}
+
     def check(self) -> None:
         """Both directions of the index agree, and every key counts its holders."""
-        held = Counter(key for keys in (*self._keys_of.values(), self._elsewhere) for key in keys)
-        assert held == self._holders, "holders of prefix keys are miscounted"
+        held = Counter(key for keys in self._keys_of.values() for key in keys)
+        assert held == self._told.holders, "holders of prefix keys are miscounted"
         assert self._block_of == {keys[-1]: block for block, keys in self._keys_of.items()}, "index is not one to one"
-
-    def _hold(self, key: bytes) -> None:
-        self._holders[key] += 1
-        if self._holders[key] == 1:
-            self._note(key, stored=True)
-
-    def _let_go(self, key: bytes) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self._note(key, stored=False)
-
-    def _note(self, key: bytes, *, stored: bool) -> None:
-        # The opposite change was not told yet: together they are no news.
-        if self._changes.get(key) is (not stored):
-            del self._changes[key]
-        else:
-            self._changes[key] = stored

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -116,7 +116,9 @@ class BlockStore(Protocol):
 
     def counters(self) -> Seq[Counters]: ...
 
-    def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]: ...
+    def drain_changes(self) -> Mapping[str, tuple[Seq[bytes], Seq[bytes]]]:
+        """By tier: keys that it holds since the last call, and does not hold any more."""
+        ...
 
     def check(self) -> None: ...
 
@@ -263,14 +265,16 @@ class Tiering:
         self._store.drain_changes()
 
     def tell(self) -> None:
-        """Tell the pool's listeners which keys the tiers hold."""
-        stored, removed = self._store.drain_changes()
+        """Tell the pool's listeners which keys which tier holds."""
+        changes = self._store.drain_changes()
         if not self._announce:
             return
-        self._pool.hold_elsewhere(self._all_granules(stored))
-        self._pool.drop_elsewhere(self._all_granules(removed))
-        for key in removed:
-            self._granules.pop(key, None)
+        for tier, (stored, removed) in changes.items():
+            self._pool.hold_elsewhere(tier, self._all_granules(stored))
+            self._pool.drop_elsewhere(tier, self._all_granules(removed))
+        for key in (key for _, removed in changes.values() for key in removed):
+            if key not in self._store:
+                self._granules.pop(key, None)
 
     # -- what others ask -------------------------------------------------------------------------------------------
 

@@ -62,12 +62,16 @@ def _sources(snapshot: Snapshot) -> tuple[WorkerView, ...]:
 
 
 def on_prefill(request: RequestView, view: WorkerView, peers: Peers, snapshot: Snapshot) -> Work:
-    """`estimates.on_prefill`, with a fetch where that is faster."""
+    """`estimates.on_prefill`, with a fetch where that is faster. What lies in lower tiers there costs its loading, or
+    its computing if that is less."""
 
     def given(overlap: int) -> Work:
         return estimates.on_prefill(request, view, snapshot, overlap)
 
-    return _cheapest(request, view, peers, snapshot, given(snapshot.overlap(view)), given)
+    plain = given(snapshot.overlap(view))
+    if (load_s := snapshot.loads.get(view.name, 0.0)) > 0:
+        plain = replace(plain, own_s=min(plain.own_s + load_s, given(0).own_s))
+    return _cheapest(request, view, peers, snapshot, plain, given)
 
 
 def on_decode(request: RequestView, view: WorkerView, peers: Peers, snapshot: Snapshot) -> Work | None:

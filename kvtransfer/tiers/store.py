@@ -36,6 +36,9 @@ SPILLED_TOGETHER = 64
 EXPECTED_BLOCKS = 8
 """How far ahead of a read the system is told what will be read."""
 
+TierChanges = tuple[list[bytes], list[bytes]]
+"""Keys stored and removed."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +104,8 @@ class TierStore:
         self._load_number = 0
         self._spilling: dict[bytes, Entry] = {}
         self._dirty: set[bytes] = set()
-        self._known: set[bytes] = set()
+        self._known: dict[bytes, str] = {}
+        """The tier of each key, as it was told last."""
         self._complaints = Complaints(_log, clock)
         self.poll(clock())
 
@@ -127,14 +131,20 @@ class TierStore:
         tiers = [self._host.counters] if self._host.slots else []
         return (*tiers, *([self._disk.counters] if self._disk is not None else []))
 
-    def drain_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Keys that some tier holds now and none did at the last call, and the other way round."""
-        stored = tuple([key for key in self._dirty if key in self and key not in self._known])
-        removed = tuple([key for key in self._dirty if key not in self and key in self._known])
-        self._known.update(stored)
-        self._known.difference_update(removed)
+    def drain_changes(self) -> dict[str, TierChanges]:
+        """What each tier holds now and did not at the last call, and the other way round; a key counts for the first
+        tier that has it, and one that went to disk is told by both. Tiers without changes are left out."""
+        changes: dict[str, TierChanges] = {}
+        for key in self._dirty:
+            before, now = self._known.pop(key, None), self._tier_of(key)
+            if now is not None:
+                self._known[key] = now
+            if before != now:
+                for tier, side in ((now, 0), (before, 1)):
+                    if tier is not None:
+                        changes.setdefault(tier, ([], []))[side].append(key)
         self._dirty.clear()
-        return stored, removed
+        return changes
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -345,6 +355,7 @@ class TierStore:
                 return
             if disk.has(entry.key):
                 host.evict(entry)
+                self._note(entry.key)
             else:
                 self._write_behind(disk, entry)
 
@@ -359,10 +370,16 @@ class TierStore:
             self._host.release(entry)
             if written and entry.leaving and self._host.used > LOW * self._host.slots:
                 self._host.evict(entry)
+                self._note(key)
             entry.leaving = False
 
         if not disk.write(key, self._host.view(entry), entry.checksum, done):
             done(False)
+
+    def _tier_of(self, key: bytes) -> str | None:
+        if key in self._host:
+            return host_tier.NAME
+        return disk_tier.NAME if self._disk is not None and self._disk.has(key) else None
 
     def _note(self, key: bytes) -> None:
         self._dirty.add(key)

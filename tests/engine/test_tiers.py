@@ -256,34 +256,55 @@ def test_a_tier_that_fails_every_third_time_changes_no_output(tmp_path: Path, op
 @pytest.mark.parametrize("announce", [True, False])
 def test_prefixes_stay_announced_while_a_tier_has_them_where_that_is_wanted(announce: bool) -> None:
     engine, _ = tiered(16, {"host_blocks": 30}, announce=announce)
-    known: set[bytes] = set()
+    known: dict[str, set[bytes]] = {}
 
     def hear() -> None:
-        stored, removed, cleared = engine.drain_kv_events()
-        if cleared:
+        device = engine.drain_kv_events()
+        if device.cleared:
             known.clear()
-        assert not known & set(stored), "told twice"
-        known.update(stored)
-        known.difference_update(removed)
+        for tier, (stored, removed, _) in {"device": device, **engine.drain_tier_events()}.items():
+            mine = known.setdefault(tier, set())
+            assert not mine & set(stored), "told twice"
+            assert mine >= set(removed), "removed and never told"
+            mine.update(stored)
+            mine.difference_update(removed)
 
     answered(engine, prompt_of(161))
     hear()
-    mine = set(known)
-    assert len(mine) == 10
+    prompt = set(known["device"])
+    assert len(prompt) == 10
     flood(engine)
     hear()
-    assert (known >= mine) == announce
+    assert not known["device"] >= prompt
+    assert (known.get("host", set()) | known["device"] >= prompt) == announce
     for seed in (60, 61, 62):
         flood(engine, seed)
         hear()
-    assert not known & mine, "out of the host tier as well"
+    assert not set().union(*known.values()) & prompt, "out of the host tier as well"
     engine.retell_kv_events()
-    before = set(known)
+    before = {tier: set(keys) for tier, keys in known.items()}
     hear()
     assert known == before
     engine.reset_prefix_cache()
     hear()
-    assert not known
+    assert not any(known.values())
+
+
+def test_a_prefix_that_goes_to_disk_is_told_of_both_tiers(tmp_path: Path) -> None:
+    engine, store = tiered(16, {"host_blocks": 12, "disk": tmp_path}, announce=True)
+    known: dict[str, set[bytes]] = {}
+    for seed in range(6):
+        answered(engine, prompt_of(161, seed))
+        flood(engine, 50 + seed)
+        engine.drain_kv_events()
+        for tier, (stored, removed, _) in engine.drain_tier_events().items():
+            mine = known.setdefault(tier, set())
+            mine.update(stored)
+            mine.difference_update(removed)
+    assert known["host"]
+    assert known["disk"]
+    for tier, keys in known.items():
+        assert {store.where([key]) for key in keys} == {(tier,)}
 
 
 # -- anything goes -------------------------------------------------------------------------------------------------

@@ -180,18 +180,30 @@ def test_what_is_forgotten_is_not_delivered_even_to_a_load_that_waits_for_it(rig
 
 def test_changes_are_told_as_their_net_effect(rig: Rig) -> None:
     rig.put(*range(30))
-    stored, removed = rig.store.drain_changes()
-    assert sorted(stored) == [key(number) for number in range(30)]
-    assert removed == ()
+    known: dict[bytes, str] = {}
+
+    def hear() -> None:
+        changes = rig.store.drain_changes()
+        for tier, (_, removed) in changes.items():
+            for gone in removed:
+                assert known.pop(gone) == tier
+        for tier, (stored, _) in changes.items():
+            for new in stored:
+                assert known.setdefault(new, tier) == tier
+        assert all(rig.store.where([one]) == (tier,) for one, tier in known.items())
+
+    hear()
+    assert sorted(known) == [key(number) for number in range(30)]
+    assert {"host", "disk"} == set(known.values())
     rig.store.forget([key(2), key(28)])
     rig.put(50)
-    stored, removed = rig.store.drain_changes()
-    assert (stored, sorted(removed)) == ((key(50),), [key(2), key(28)])
+    hear()
+    assert sorted(known) == [key(number) for number in range(30) if number not in (2, 28)] + [key(50)]
     rig.store.clear()
     rig.settled()
-    stored, removed = rig.store.drain_changes()
-    assert len(removed) == 29
-    assert rig.store.drain_changes() == ((), ())
+    hear()
+    assert not known
+    assert rig.store.drain_changes() == {}
 
 
 def test_the_disk_tier_of_a_store_outlives_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from cluster.config import RoutingSection, TandemConfig
 from cluster.policies import POLICIES
 from cluster.router import place
 from cluster.snapshot import FETCHED, PREFIX, Placement, RoutingKnobs, Snapshot, WorkerView
+from engine.types import TierLoad
 from tandem.messages import FetchCounters
 from tests.router.worlds import cluster, keys, report, request, stored, worker
 
@@ -59,6 +60,24 @@ def test_a_busy_holder_lends_to_an_idle_worker() -> None:
     assert decision.fetch.patience_s >= 1.5, "as long as computing would take"
     assert decision.estimates.ttft_s < 0.6, "the step that the holder is in, and what is left"
     assert "fetch=1584 tokens from prefill-0" in decision.explain()
+
+
+def test_a_prefix_in_a_lower_tier_draws_the_request_and_is_not_lent() -> None:
+    router = cluster(prefill=2)
+    prompt = request(prompt=1600, prefix_keys=keys(*range(100)))
+    router.report(report("prefill-1", 2, tiers=(TierLoad("disk", loaded_bytes=1 << 30, load_seconds=1.0),)), 0.0)
+    router.kv_events(replace(stored("prefill-1", 1, *prompt.prefix_keys), tier="disk"))
+    seen = router.snapshot(prompt, frozenset(), 0.0)
+    assert (seen.overlaps, seen.held) == ({"prefill-1": 1600}, {})
+    assert seen.loads["prefill-1"] == pytest.approx(100 * (1 << 16) / (1 << 30))
+    decision = placed(seen, view=prompt)
+    assert decision.prefill is not None
+    assert (decision.prefill.name, source(decision)) == ("prefill-1", "")
+    assert seen.loads["prefill-1"] < decision.estimates.prefill_s < 0.1
+    slow = placed(replace(seen, loads={"prefill-1": 60.0}), view=prompt)
+    assert slow.estimates.prefill_s < 2.0, "it would be computed"
+    without = placed(replace(seen, excluded=frozenset({"prefill-1"})), view=prompt)
+    assert without.fetch is None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -109,6 +109,21 @@ def test_tiers_are_told_apart() -> None:
     assert index.match(CHAIN, tier="disk") == {}
 
 
+def test_a_prefix_may_lie_in_several_tiers() -> None:
+    index = index_of("w", "v")
+    assert not index.has_lower_tiers()
+    index.apply(news(1, *CHAIN[:2]))
+    index.apply(news(2, CHAIN[2], tier="host"))
+    index.apply(news(3, CHAIN[3], tier="disk"))
+    index.apply(news(1, CHAIN[0], worker="v", tier="disk"))
+    assert index.has_lower_tiers()
+    assert index.match(CHAIN) == {"w": 2}
+    assert index.match(CHAIN, tier=None) == {"w": 4, "v": 1}
+    index.remove("w")
+    assert index.match(CHAIN, tier=None) == {"v": 1}
+    index.check()
+
+
 def test_prefixes_underway_count_as_held_and_are_counted() -> None:
     slots = Slots()
     index, underway = PrefixIndex(slots), Underway(slots)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def save(state: RunState) -> Path:
 
 
 def load() -> RunState:
-    """The running cluster. NotRunning when there is none; a file left by a dead one is removed."""
+    """The running cluster. NotRunning when there is none; what a dead one left is removed."""
     path = state_file()
     try:
         read = json.loads(path.read_text())
@@ -97,6 +98,8 @@ def load() -> RunState:
         raise NotRunning(f"{path} cannot be read ({error}); remove it and start the cluster again") from error
     if not state.alive():
         clear()
+        if state.scratch:  # it was killed, and could not
+            shutil.rmtree(state.scratch, ignore_errors=True)
         raise NotRunning(f"the cluster of {path} is gone: its process ended; start it again")
     return state
 

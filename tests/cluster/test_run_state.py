@@ -34,11 +34,14 @@ def test_without_a_cluster_the_remedy_is_named() -> None:
         run_state.load()
 
 
-def test_the_file_of_a_dead_cluster_is_removed() -> None:
-    run_state.save(replace(STATE, owner=replace(processes.this_process(), started_ticks=1)))
+def test_what_a_dead_cluster_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "ray" / "session").mkdir(parents=True)
+    dead = replace(processes.this_process(), started_ticks=1)
+    run_state.save(replace(STATE, owner=dead, scratch=str(tmp_path / "ray")))
     with pytest.raises(NotRunning, match="is gone"):
         run_state.load()
     assert not run_state.state_file().exists()
+    assert not (tmp_path / "ray").exists()
 
 
 def test_a_damaged_file_is_named() -> None:

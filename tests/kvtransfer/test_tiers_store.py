@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtransfer.tiers
 from kvtransfer.tiers.faults import TierFault
 from kvtransfer.tiers.store import STAGING_BLOCKS, TierStore
 from kvtransfer.tiers.types import TierSettings
@@ -86,6 +88,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def of(rig: Rig, tier: str) -> object:
     return next(one for one in rig.store.counters() if one.name == tier)
+
+
+def test_the_packages_own_example_works_word_for_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (kvtransfer.tiers.__doc__ or "").splitlines()
+    names: dict[str, object] = {"folder": str(tmp_path)}
+    exec(textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line)), names)
+    assert names["got"] == [b"v" * 4096]
+    assert capsys.readouterr().out == "('host',)\n"
 
 
 def test_a_block_of_another_size_or_a_key_that_no_file_could_hold_is_refused(rig: Rig) -> None:

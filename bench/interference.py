@@ -27,6 +27,7 @@ from pathlib import Path
 
 from bench.transfer import POOL_BYTES, TRANSPORTS, Child, Worker, push_all
 from cluster import models
+from cluster.rank import SWITCH_INTERVAL_S
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.toy import make_toy_checkpoint
@@ -289,6 +290,7 @@ def measure(course: Course, rounds: int) -> dict[str, float]:
 
 def report(path: Path, args: argparse.Namespace) -> None:
     """Measure all, print a table and the JSON line."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     engine = decoder(path, args.streams, WARM_STEPS + args.steps, args.dtype, args.threads)
     gaps(engine, args.streams, args.steps, lambda: None)
     other = Child([sys.executable, "-m", "bench.interference", "--neighbour"])

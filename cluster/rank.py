@@ -38,6 +38,11 @@ log = logging.getLogger("tandem.rank")
 PR_SET_PDEATHSIG = 1
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long the step loop may wait for the interpreter when a transport's thread has it; Python's own 5 ms are a third
+of a decode step of the built-in model, see `kvtransfer.io_loop`."""
+
+
 class Doorbell:
     """Wakes the loop from any thread."""
 
@@ -118,6 +123,7 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is control's to handle
     limit_threads(settings.engine.threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
         pair.setsockopt(zmq.SNDHWM, 0)
         pair.setsockopt(zmq.RCVHWM, 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
 from transfer_rig import Clock, Rig, transports
 
 from kvtransfer.faults import Fault
+from kvtransfer.io_loop import NICER, IoLoop
 from kvtransfer.layout import block_spans
 from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received
 
@@ -94,3 +98,14 @@ def test_a_push_past_its_deadline_fails_alone_and_its_lease_falls_silent(wired: 
     destination.engine.close(late)
     wired.until(lambda: source.saw(Quiet, late) and destination.saw(Quiet, late))
     assert source.engine.in_flight() == destination.engine.in_flight() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread is as nice as its process")
+def test_the_thread_of_a_transport_gives_way_to_its_owner():
+    own, told = os.getpriority(os.PRIO_PROCESS, 0), queue.Queue[int]()
+    loop = IoLoop("kv-test")
+    loop.start()
+    loop.call(lambda: told.put(os.getpriority(os.PRIO_PROCESS, 0)))
+    assert told.get(timeout=10) == min(19, own + NICER)
+    loop.stop(lambda: None)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own

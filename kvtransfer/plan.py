@@ -10,6 +10,9 @@ ends may differ in two ways, and both in multiples:
   block fills a part of each of those rows, and a take is one row's part: right, but many small takes. Keep sizes equal
   where speed matters.
 
+Tandem's own workers do not use it yet: they register only with equal layouts, so their hand-over sends whole blocks.
+It is for whoever connects pools that are cut differently: open a lease with each `Takes.writes`, push its `reads`.
+
 The planner knows token ranges and block lists, not what a token is. Takes come ordered by place, source rank by source
 rank; every byte of the range is taken exactly once.
 """

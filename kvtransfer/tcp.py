@@ -1,5 +1,6 @@
 """The tcp transport: payload on the link's own connection, from the source's spans to the destination's without a copy
-in between (`sendmsg`, `recvmsg_into`). Works everywhere Python does.
+in between (`sendmsg`, `recvmsg_into`). Works everywhere Python does. Small spans are not packed first: with 4 KiB that
+measured no faster (1.8 against 1.7 GB/s), with 16 KiB it halved the rate.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from cluster.config_values import (
     Unreadable,
     boolean,
     duration,
+    folder,
     integer,
     number,
     one_of,
@@ -104,7 +105,7 @@ _TIERS = Section(
     TierSettings,
     {
         "host_memory": Setting("host_bytes", size),
-        "disk_path": Setting("disk_path", text),
+        "disk_path": Setting("disk_path", folder),
         "disk_space": Setting("disk_bytes", size),
         "io_timeout": Setting("io_timeout_s", duration),
         "fsync": Setting("fsync", boolean),

@@ -89,6 +89,13 @@ def text(value: Any) -> str:
     return value
 
 
+def folder(value: Any) -> str:
+    """A relative path, or one with a `~`, would be another place for each worker, and gone with its scratch folder."""
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise Unreadable("an absolute path, such as /var/lib/tandem")
+    return value
+
+
 def one_of(allowed: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> Reader:
     def read(value: Any) -> str:
         name = (aliases or {}).get(value, value) if isinstance(value, str) else value

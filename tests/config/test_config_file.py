@@ -262,6 +262,11 @@ BAD_VALUES = {
         "model.weights: is 'packed'",
         "dense or auto",
     ),
+    "relative folder": (
+        "pools: {decode: {tiers: {host_memory: 1GiB, disk_path: kv}}}",
+        "pools.decode.tiers.disk_path: is 'kv'",
+        "an absolute path",
+    ),
     "odd block size": ("model: {block_size: 24}", "model.block_size", "multiple of 16"),
     "same port twice": ("gateway: {http_port: 80, grpc_port: 80}", "gateway.grpc_port", "differ from http_port"),
     "fence before suspect": ("timeouts: {suspect: 9s, fence: 3s}", "timeouts", "shorter than"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 APPEARS_S = 60.0
 ENDS_S = 40.0
+
+
+@pytest.fixture(autouse=True)
+def heeds_interrupts() -> Iterator[None]:
+    """Whoever runs the tests in the background of a script has SIGINT ignored, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("awaited", ["gcs_server", "ray::WorkerActor"], ids=["in Ray's start", "in the workers' start"])

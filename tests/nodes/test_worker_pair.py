@@ -228,7 +228,7 @@ def test_a_dropped_transfer_ends_with_the_lease_and_fences_the_peer(net: Net) ->
 def test_a_dropped_transfer_is_given_up_after_a_patience_long_before_the_deadline(net: Net) -> None:
     net.ask("p0", InjectFault("drop", 2))
     started = net.now
-    submit = net.start(request("r", prompt(100), deadline_s=1e9), "p0", "d0")  # far ahead on the engines' own clock, too
+    submit = net.start(request("r", prompt(100), deadline_s=1e9), "p0", "d0")  # on the engines' own clock too
     net.until(lambda: submit in net.answers, turns=8_000)
     patience_s = net.workers["p0"].settings.prefill.push_patience_s
     assert net.now - started < patience_s + 0.5

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from cluster import fetch as f
@@ -26,6 +26,7 @@ from engine.engine import Engine
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.outgoing import Outgoing, Parting
 from kvtransfer.select import choose
 from tandem.messages import (
     Answer,
@@ -68,8 +69,7 @@ class _Flight:
     blocks: tuple[int, ...]
     given_up: str = ""
     """Why the source sends no more."""
-    closed_s: float | None = None
-    cut: bool = False
+    parting: Parting | None = None
 
 
 class FetchDestination:
@@ -181,12 +181,10 @@ class FetchDestination:
         for flight in tuple(self._flights.values()):
             waits = self._engine.fetching(flight.arrival.request_id)
             self._advance(flight, f.Tick() if waits else f.RequestEnded(), now)
-            if flight.given_up and flight.closed_s is None:
+            if flight.given_up and flight.parting is None:
                 self._advance(flight, f.SourceGaveUp(flight.given_up), now)
-            if flight.closed_s is not None and now >= flight.closed_s + self._limits.quiet_patience_s:
-                if not flight.cut:
-                    self._transfers.cut(flight.arrival.source.peer)
-                flight.cut = True
+            if flight.parting is not None:
+                flight.parting.tick(now)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class FetchDestination:
         for key, flight in self._flights.items():
             stage = flight.arrival.stage
             assert stage is not Stage.CLOSED, f"{key} is closed but kept"
-            assert (flight.closed_s is not None) == (stage is Stage.ENDING), f"{key} is {stage}, closed or not"
+            assert (flight.parting is not None) == (stage is Stage.ENDING), f"{key} is {stage}, closed or not"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -220,8 +218,9 @@ class FetchDestination:
                     self._engine.fetch_over(flight.arrival.request_id)
                     self._count(flight.arrival)
                 case f.Close():
+                    source, patience_s = flight.arrival.source.peer, self._limits.quiet_patience_s
+                    flight.parting = Parting(self._transfers, source, now, patience_s)
                     self._transfers.close(flight.key)
-                    flight.closed_s = now
 
     def _count(self, arrival: Arrival) -> None:
         source, blocks = arrival.source.name, arrival.arrived_blocks
@@ -244,13 +243,11 @@ class FetchDestination:
 
 @dataclass(slots=True)
 class _Loan:
-    """Blocks under way to one destination, by push."""
+    """A prefix on its way to one destination."""
 
     destination: WorkerRef
-    pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    outgoing: Outgoing
     failed: str = ""
-    withdrawn_s: float | None = None
-    cut: bool = False
 
 
 class FetchSource:
@@ -294,15 +291,14 @@ class FetchSource:
             return False
         match event:
             case kv.PushDone(push_id=push_id):
-                self._engine.unretain(loan.pushes.pop(push_id))
-                if not loan.pushes and loan.withdrawn_s is None:
+                loan.outgoing.done(push_id)
+                if not loan.outgoing and not loan.outgoing.withdrawn:
                     del self._loans[event.key]
             case kv.PushFailed(reason=reason):
                 loan.failed = loan.failed or reason
-                self._withdraw(event.key, loan, now)
+                loan.outgoing.withdraw(now, self._limits.quiet_patience_s)
             case kv.Quiet():
-                for blocks in loan.pushes.values():
-                    self._engine.unretain(blocks)
+                loan.outgoing.quiet()
                 del self._loans[event.key]
                 self._tell(event.key, loan)
         return True
@@ -310,10 +306,7 @@ class FetchSource:
     def tick(self, now: float) -> None:
         """Cut off who never falls silent."""
         for loan in tuple(self._loans.values()):
-            overdue = loan.withdrawn_s is not None and now >= loan.withdrawn_s + self._limits.quiet_patience_s
-            if overdue and not loan.cut:
-                loan.cut = True
-                self._transfers.cut(loan.destination.peer)
+            loan.outgoing.tick(now)
 
     def idle(self) -> bool:
         return not self._loans
@@ -321,7 +314,7 @@ class FetchSource:
     def check(self) -> None:
         """Raises AssertionError when something is kept for nobody."""
         for key, loan in self._loans.items():
-            assert loan.pushes or loan.withdrawn_s is not None, f"{key} is lent nothing and kept"
+            assert loan.outgoing or loan.outgoing.withdrawn, f"{key} is lent nothing and kept"
 
     def _refuse(self, question: FetchPrefix) -> Declined | None:
         me = self._info
@@ -339,46 +332,32 @@ class FetchSource:
         return None
 
     def _lend(self, question: FetchPrefix, now: float) -> Answer:
-        peer, theirs = question.destination.peer, dict(question.transports)
+        name, peer, theirs = self._info.ref.name, question.destination.peer, dict(question.transports)
         try:
             scheme = choose(dict(self._transfers.addresses()), theirs)
-            self._transfers.connect(peer, scheme, theirs[scheme])
         except TransferError as error:
-            return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=self._info.ref.name)
+            return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=name)
         blocks = self._engine.retain_prefix(question.keys)
         if not blocks:
-            return Declined(Code.NOT_FOUND, "none of these blocks is here any more", by=self._info.ref.name)
-        key = kv.LeaseKey(question.fetch_id, question.generation)
-        loan, size = _Loan(question.destination), self._engine.info.block_bytes
+            return Declined(Code.NOT_FOUND, "none of these blocks is here any more", by=name)
+        key, size = kv.LeaseKey(question.fetch_id, question.generation), self._engine.info.block_bytes
+        outgoing = Outgoing(self._transfers, self._engine, size, key, peer, scheme, theirs[scheme])
         most = max(1, self._limits.push_bytes // size)
-        for first in range(0, len(blocks), most):
-            part = blocks[first : first + most]
-            try:
-                push_id = self._transfers.push(
-                    key,
-                    peer,
-                    first,
-                    [kv.Span(block * size, size) for block in part],
-                    scheme=scheme,
-                    priority=AFTER_HANDOVERS,
-                    deadline_s=question.patience_s,
-                )
-            except TransferError as error:  # none can go when one cannot
-                self._engine.unretain(blocks[first:])
-                if first:
-                    self._loans[key] = loan
-                    self._withdraw(key, loan, now)
-                return Declined(Code.UNAVAILABLE, str(error), by=self._info.ref.name)
-            loan.pushes[push_id] = part
-        self._loans[key] = loan
+        try:
+            for first in range(0, len(blocks), most):
+                part, patience_s = blocks[first : first + most], question.patience_s
+                outgoing.push(first, part, priority=AFTER_HANDOVERS, deadline_s=patience_s)
+        except TransferError as error:  # none can go when one cannot
+            if outgoing:
+                outgoing.withdraw(now, self._limits.quiet_patience_s)
+            return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=name)
+        finally:
+            self._engine.unretain(blocks)
+            if outgoing:
+                self._loans[key] = _Loan(question.destination, outgoing)
         return PrefixComing(question.fetch_id, len(blocks))
 
     def _tell(self, key: kv.LeaseKey, loan: _Loan) -> None:
         """Whoever waits for what failed; whether it hears that makes no difference here."""
         if loan.failed:
             self._told.add(self._ask(loan.destination, DropLease(key.lease_id, key.generation, loan.failed)))
-
-    def _withdraw(self, key: kv.LeaseKey, loan: _Loan, now: float) -> None:
-        if loan.withdrawn_s is None:
-            loan.withdrawn_s = now
-            self._transfers.withdraw(key)

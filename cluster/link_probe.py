@@ -19,6 +19,7 @@ from engine.engine import Engine
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.outgoing import Parting
 from kvtransfer.rates import SAMPLE_BYTES
 from kvtransfer.select import choose
 from tandem.messages import (
@@ -49,7 +50,7 @@ class ProbeLimits:
 
 @dataclass(slots=True)
 class _Probe:
-    """At either end. `rounds` are still to come; `over_s`: since when we wait for `Quiet`."""
+    """At either end. `rounds` are still to come; `parting`: it is over and we wait for `Quiet`."""
 
     key: kv.LeaseKey
     peer: str
@@ -57,8 +58,7 @@ class _Probe:
     blocks: tuple[int, ...]
     rounds: int
     deadline_s: float
-    over_s: float | None = None
-    cut: bool = False
+    parting: Parting | None = None
 
 
 class LinkProbe:
@@ -126,7 +126,7 @@ class LinkProbe:
                     self._end(probe, now)
             case kv.PushDone():
                 probe.rounds -= 1
-                if probe.over_s is None and not (probe.rounds and self._push(probe, now)):
+                if probe.parting is None and not (probe.rounds and self._push(probe, now)):
                     self._end(probe, now)
             case kv.ReceiveFailed() | kv.PushFailed():
                 self._end(probe, now)
@@ -142,9 +142,8 @@ class LinkProbe:
             return
         if now >= probe.deadline_s or self._busy():
             self._end(probe, now)
-        if probe.over_s is not None and now >= probe.over_s + self._limits.quiet_patience_s and not probe.cut:
-            probe.cut = True
-            self._transfers.cut(probe.peer)
+        if probe.parting is not None:
+            probe.parting.tick(now)
 
     def idle(self) -> bool:
         return self._probe is None
@@ -152,7 +151,7 @@ class LinkProbe:
     def check(self) -> None:
         """Raises AssertionError when a probe is over and kept."""
         probe = self._probe
-        assert probe is None or probe.rounds or probe.over_s is not None, f"{probe} has no rounds left"
+        assert probe is None or probe.rounds or probe.parting is not None, f"{probe} has no rounds left"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -219,9 +218,9 @@ class LinkProbe:
 
     def _end(self, probe: _Probe, now: float) -> None:
         """`Quiet` follows, and then the blocks are free again."""
-        if probe.over_s is not None:
+        if probe.parting is not None:
             return
-        probe.over_s = now
+        probe.parting = Parting(self._transfers, probe.peer, now, self._limits.quiet_patience_s)
         if self._sends:
             self._transfers.withdraw(probe.key)
         else:

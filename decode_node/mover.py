@@ -8,7 +8,7 @@ so neither the request's end nor its preemption gives them to anybody while they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from decode_node import migration as m
 from decode_node.migration import Migration, MoveLimits, Stage
@@ -17,6 +17,7 @@ from engine.types import Request, StepResult
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.outgoing import Outgoing
 from tandem.messages import (
     Answer,
     AskMove,
@@ -45,9 +46,8 @@ class _Move:
 
     ask_id: int
     migration: Migration
-    pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    ending_since_s: float | None = None
-    cut: bool = False
+    outgoing: Outgoing | None = None
+    """From the grant on."""
 
     @property
     def request_id(self) -> str:
@@ -143,18 +143,16 @@ class Mover:
                     self._advance(move, m.PeerLost(event.reason), now)
             return False
         found = self._leased.get(event.key)
-        if found is None:
+        if found is None or found.outgoing is None:
             return False
         match event:
             case kv.PushDone(push_id=push_id):
-                self._engine.unretain(found.pushes.pop(push_id))
+                found.outgoing.done(push_id)
                 self._advance(found, m.PushDone(), now)
             case kv.PushFailed(reason=reason):
                 self._advance(found, m.PushFailed(reason), now)
             case kv.Quiet():
-                for blocks in found.pushes.values():
-                    self._engine.unretain(blocks)
-                found.pushes.clear()
+                found.outgoing.quiet()
                 self._advance(found, m.Quiet(), now)
         return True
 
@@ -165,7 +163,7 @@ class Mover:
             late = deadline_s is not None and now >= deadline_s
             self._advance(move, m.DeadlinePassed() if late else m.Tick(), now)
         for move in tuple(self._leased.values()):
-            self._cut_if_overdue(move, now)
+            self._outgoing(move).tick(now)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -204,6 +202,7 @@ class Mover:
     def _advance(self, move: _Move, event: m.Event, now: float) -> None:
         self._carry_out(move, m.advance(move.migration, event, now), now)
         if isinstance(event, m.Granted) and move.migration.stage is not Stage.CLOSED and move.migration.grant:
+            self._outgoing(move)
             self._leased.setdefault(move.key, move)
         if move.migration.stage is Stage.CLOSED and move.migration.grant is not None:
             self._leased.pop(move.key, None)
@@ -224,8 +223,7 @@ class Mover:
                 case m.Resume():
                     self._engine.resume(move.request_id)
                 case m.Withdraw():
-                    self._transfers.withdraw(move.key)
-                    move.ending_since_s = now
+                    self._outgoing(move).withdraw(now, self._limits.quiet_patience_s)
                 case m.Leave():
                     self._leave(move.request_id, move.migration.to, move.key.generation, now)
                 case m.Reply(answer=answer):
@@ -250,29 +248,20 @@ class Mover:
 
     def _push(self, move: _Move, push: m.Push) -> Iterable[m.Event]:
         """Give the blocks to the transfer, which owns them too from here on."""
-        grant = move.migration.grant
-        assert grant is not None
         blocks = self._engine.block_table(move.request_id)[push.first_block : push.first_block + push.num_blocks]
-        size, peer = self._engine.info.block_bytes, grant.destination.peer
-        self._engine.retain(blocks)
         try:
-            self._transfers.connect(peer, grant.scheme, grant.address)
-            spans = [kv.Span(block * size, size) for block in blocks]
-            push_id = self._transfers.push(
-                move.key, peer, push.first_span, spans, scheme=grant.scheme, deadline_s=self._limits.push_patience_s
-            )
+            self._outgoing(move).push(push.first_span, blocks, deadline_s=self._limits.push_patience_s)
         except TransferError as error:
-            self._engine.unretain(blocks)
             return [m.PushFailed(str(error))]
-        move.pushes[push_id] = blocks
         return []
 
-    def _cut_if_overdue(self, move: _Move, now: float) -> None:
-        since, grant = move.ending_since_s, move.migration.grant
-        if since is None or grant is None or move.cut or now < since + self._limits.quiet_patience_s:
-            return
-        move.cut = True
-        self._transfers.cut(grant.destination.peer)
+    def _outgoing(self, move: _Move) -> Outgoing:
+        if move.outgoing is None:
+            grant = move.migration.grant
+            assert grant is not None
+            size, peer = self._engine.info.block_bytes, grant.destination.peer
+            move.outgoing = Outgoing(self._transfers, self._engine, size, move.key, peer, grant.scheme, grant.address)
+        return move.outgoing
 
 
 def _lease_answer(answer: Answer) -> m.Event:

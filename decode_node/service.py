@@ -33,6 +33,7 @@ from engine.types import BlockLease, FinishReason, Progress, Request, StepResult
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.outgoing import Parting
 from kvtransfer.select import choose
 from tandem.messages import (
     ENDS_ALL,
@@ -96,8 +97,7 @@ class Guest:
     generated: tuple[int, ...] = ()
     """Of one that moves here: its tokens when it asked for room, and the blocks to spare that it asked for."""
     spare_blocks: int = 0
-    closed_s: float | None = None
-    cut: bool = False
+    parting: Parting | None = None
 
 
 class DecodeNode:
@@ -275,7 +275,7 @@ class DecodeNode:
                 self._advance(guest, d.ReceiveFailed(reason), now)
             case kv.Quiet():
                 self._engine.unretain(guest.pinned)
-                guest.pinned, guest.closed_s = (), None
+                guest.pinned, guest.parting = (), None
                 self._advance(guest, d.Quiet(), now)
         return True
 
@@ -284,7 +284,8 @@ class DecodeNode:
         self._claims = admission.still_claimed(self._claims, now)
         for guest in tuple(self._guests.values()):
             self._advance(guest, d.Tick(), now)
-            self._cut_if_overdue(guest, now)
+            if guest.parting is not None:
+                guest.parting.tick(now)
         self._mover.tick(now)
         for request_id in self._unheard.expired(now):
             self.abort(request_id, FinishReason.ABORT, now)
@@ -473,9 +474,7 @@ class DecodeNode:
                 case d.Adopt(first=first, cached_tokens=cached_tokens):
                     self._adopt(guest, first, cached_tokens, now)
                 case d.CloseLease():
-                    assert guest.key is not None
-                    self._transfers.close(guest.key)
-                    guest.closed_s = now
+                    self._close(guest, now)
                 case d.AbortEngine(reason=reason):
                     self._engine.abort(request_id, reason)
                 case d.Tell(finish=finish, error=error):
@@ -572,12 +571,12 @@ class DecodeNode:
         number = self._frame_numbers[gateway_id] = self._frame_numbers.get(gateway_id, 0) + 1
         return Frame(self._info.ref.name, self._info.ref.incarnation, number, tuple(deltas))
 
-    def _cut_if_overdue(self, guest: Guest, now: float) -> None:
-        overdue = guest.closed_s is not None and now >= guest.closed_s + self._limits.quiet_patience_s
-        if not overdue or guest.cut or guest.intake.lease is None:
-            return
-        guest.cut = True
-        self._transfers.cut(guest.intake.lease.source.peer)
+    def _close(self, guest: Guest, now: float) -> None:
+        assert guest.key is not None
+        assert guest.intake.lease is not None
+        source = guest.intake.lease.source.peer
+        guest.parting = Parting(self._transfers, source, now, self._limits.quiet_patience_s)
+        self._transfers.close(guest.key)
 
 
 _HOLDING = (Stage.LEASED, Stage.RECEIVED, Stage.COMMITTED, Stage.RUNNING)

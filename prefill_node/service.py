@@ -14,7 +14,7 @@ so that the next attempt computes little, and nothing behind it waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.engine import Engine
 from engine.errors import InvalidRequest
@@ -22,6 +22,7 @@ from engine.types import FinishReason, Progress, Request, StepResult
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.outgoing import Outgoing
 from prefill_node import handoff as h
 from prefill_node.handoff import Handoff, Stage
 from tandem.messages import (
@@ -62,9 +63,8 @@ class Flight:
     ask_id: int
     request: Request
     handoff: Handoff
-    pushes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    ending_since_s: float | None = None
-    cut: bool = False
+    outgoing: Outgoing | None = None
+    """From the grant on."""
 
     @property
     def key(self) -> kv.LeaseKey:
@@ -160,17 +160,15 @@ class PrefillNode:
                     self._advance(waiting, h.PeerLost(event.reason), now)
             return False
         flight = self._leased.get(event.key)
-        if flight is None:
+        if flight is None or flight.outgoing is None:
             return False
         match event:
             case kv.PushDone(push_id=push_id, num_bytes=num_bytes, duration_s=duration_s):
-                blocks = flight.pushes.pop(push_id)
-                self._engine.unretain(blocks)
-                self._advance(flight, h.PushDone(len(blocks), num_bytes, duration_s), now)
+                self._advance(flight, h.PushDone(flight.outgoing.done(push_id), num_bytes, duration_s), now)
             case kv.PushFailed(reason=reason):
                 self._advance(flight, h.PushFailed(reason), now)
             case kv.Quiet():
-                self._unpin(flight)
+                flight.outgoing.quiet()
                 self._advance(flight, h.Quiet(), now)
         return True
 
@@ -180,7 +178,7 @@ class PrefillNode:
             late = flight.request.deadline_s is not None and now >= flight.request.deadline_s
             self._advance(flight, h.DeadlinePassed() if late else h.Tick(), now)
         for flight in tuple(self._leased.values()):
-            self._cut_if_overdue(flight, now)
+            self._outgoing(flight).tick(now)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -241,8 +239,7 @@ class PrefillNode:
                 case h.Push():
                     failed += self._push(flight, effect)
                 case h.Withdraw():
-                    self._transfers.withdraw(flight.key)
-                    flight.ending_since_s = now
+                    self._outgoing(flight).withdraw(now, self._limits.quiet_patience_s)
                 case h.Reply(answer=answer):
                     del self._unanswered[flight.request.request_id]
                     self._reply(flight.ask_id, answer)
@@ -251,6 +248,7 @@ class PrefillNode:
                 case h.AbortSource(reason=reason):
                     self._engine.abort(flight.request.request_id, reason)
         if isinstance(event, h.Granted) and flight.handoff.grant is not None:
+            self._outgoing(flight)
             self._leased.setdefault(flight.key, flight)
         if flight.handoff.stage is Stage.CLOSED and flight.handoff.grant is not None:
             self._leased.pop(flight.key, None)
@@ -259,42 +257,24 @@ class PrefillNode:
 
     def _push(self, flight: Flight, push: h.Push) -> Iterable[h.Event]:
         """Give the blocks to the transfer, which owns them too from here on."""
-        grant = flight.handoff.grant
-        assert grant is not None
         table = self._engine.block_table(flight.request.request_id)
         blocks = table[push.first_block : push.first_block + push.num_blocks]
-        size = self._engine.info.block_bytes
-        spans = [kv.Span(block * size, size) for block in blocks]
-        peer = grant.destination.peer
-        self._engine.retain(blocks)
+        priority, patience_s = -flight.request.priority, self._limits.push_patience_s
         try:
-            self._transfers.connect(peer, grant.scheme, grant.address)
-            push_id = self._transfers.push(
-                flight.key,
-                peer,
-                push.first_span,
-                spans,
-                scheme=grant.scheme,
-                priority=-flight.request.priority,
-                deadline_s=self._limits.push_patience_s,
-            )
+            self._outgoing(flight).push(push.first_span, blocks, priority=priority, deadline_s=patience_s)
         except TransferError as error:
-            self._engine.unretain(blocks)
             return [h.PushFailed(str(error))]
-        flight.pushes[push_id] = blocks
         return []
 
-    def _unpin(self, flight: Flight) -> None:
-        for blocks in flight.pushes.values():
-            self._engine.unretain(blocks)
-        flight.pushes.clear()
-
-    def _cut_if_overdue(self, flight: Flight, now: float) -> None:
-        since, grant = flight.ending_since_s, flight.handoff.grant
-        if since is None or grant is None or flight.cut or now < since + self._limits.quiet_patience_s:
-            return
-        flight.cut = True
-        self._transfers.cut(grant.destination.peer)
+    def _outgoing(self, flight: Flight) -> Outgoing:
+        if flight.outgoing is None:
+            grant = flight.handoff.grant
+            assert grant is not None
+            size, peer = self._engine.info.block_bytes, grant.destination.peer
+            flight.outgoing = Outgoing(
+                self._transfers, self._engine, size, flight.key, peer, grant.scheme, grant.address
+            )
+        return flight.outgoing
 
 
 def _urgency(flight: Flight) -> tuple[int, float]:

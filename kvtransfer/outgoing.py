@@ -1,0 +1,108 @@
+"""What the owner of an engine's blocks does about every lease, the same at all of its ends.
+
+A block that a transfer reads may be given to nobody else, whatever becomes of the request that it belonged to. So each
+push is an owner of its blocks, until it is acknowledged (`PushDone`), or, when something failed or was withdrawn, until
+the lease is quiet (`Quiet`). A peer that leaves us waiting for that is cut off, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvtransfer.engine import TransferEngine
+from kvtransfer.errors import TransferError
+from kvtransfer.types import LeaseKey, PeerId, Span
+
+
+class BlockOwners(Protocol):
+    """Counts the owners of blocks."""
+
+    def retain(self, block_ids: Iterable[int]) -> None: ...
+
+    def unretain(self, block_ids: Iterable[int]) -> None: ...
+
+
+class Parting:
+    """A lease that was closed or withdrawn at `since_s` and waits for `Quiet`."""
+
+    def __init__(self, transfers: TransferEngine, peer: PeerId, since_s: float, patience_s: float) -> None:
+        self._transfers = transfers
+        self._peer = peer
+        self._until_s = since_s + patience_s
+        self._cut = False
+
+    def tick(self, now: float) -> None:
+        """Cut off who never falls silent; `Quiet` follows then."""
+        if now >= self._until_s and not self._cut:
+            self._cut = True
+            self._transfers.cut(self._peer)
+
+
+class Outgoing:
+    """Blocks under way into one lease, by push. Blocks are `block_bytes` each, block i at i * `block_bytes`."""
+
+    def __init__(
+        self,
+        transfers: TransferEngine,
+        owners: BlockOwners,
+        block_bytes: int,
+        key: LeaseKey,
+        peer: PeerId,
+        scheme: str,
+        address: bytes,
+    ) -> None:
+        self.key = key
+        self._transfers = transfers
+        self._owners = owners
+        self._block_bytes = block_bytes
+        self._peer = peer
+        self._scheme = scheme
+        self._address = address
+        self._pushes: dict[int, Sequence[int]] = {}
+        self._parting: Parting | None = None
+
+    def push(self, first_span: int, blocks: Sequence[int], *, priority: int = 0, deadline_s: float) -> None:
+        """Send `blocks` into the lease's spans `first_span` … Raises `TransferError`; then they are not owned here."""
+        size = self._block_bytes
+        spans = [Span(block * size, size) for block in blocks]
+        self._owners.retain(blocks)
+        try:
+            self._transfers.connect(self._peer, self._scheme, self._address)
+            push_id = self._transfers.push(
+                self.key, self._peer, first_span, spans, scheme=self._scheme, priority=priority, deadline_s=deadline_s
+            )
+        except TransferError:
+            self._owners.unretain(blocks)
+            raise
+        self._pushes[push_id] = blocks
+
+    def done(self, push_id: int) -> int:
+        """A push was acknowledged; how many blocks it had."""
+        blocks = self._pushes.pop(push_id)
+        self._owners.unretain(blocks)
+        return len(blocks)
+
+    def withdraw(self, now: float, patience_s: float) -> None:
+        """Send no more; one `Quiet` follows. Asking again changes nothing."""
+        if self._parting is None:
+            self._parting = Parting(self._transfers, self._peer, now, patience_s)
+            self._transfers.withdraw(self.key)
+
+    def quiet(self) -> None:
+        """Nothing of the lease is read any more."""
+        for blocks in self._pushes.values():
+            self._owners.unretain(blocks)
+        self._pushes.clear()
+
+    def tick(self, now: float) -> None:
+        if self._parting is not None:
+            self._parting.tick(now)
+
+    @property
+    def withdrawn(self) -> bool:
+        return self._parting is not None
+
+    def __len__(self) -> int:
+        """Pushes that are not acknowledged."""
+        return len(self._pushes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from engine.errors import TandemError
+from tandem import machine
 from tandem.messages import Answer, Declined, PrefixComing, WorkerRef
 
 
@@ -25,10 +25,6 @@ class Stage(StrEnum):
     COMING = "coming"
     ENDING = "ending"
     CLOSED = "closed"
-
-
-class IllegalTransition(TandemError):
-    """An event that its stage does not know: a bug, told with the whole story."""
 
 
 # -- events: what happened ---------------------------------------------------------------------------------------
@@ -137,16 +133,8 @@ Handler = Callable[[Arrival, Any, float], Step]
 
 def advance(arrival: Arrival, event: Event, now: float) -> Step:
     """The next state and what to do about it. Raises `IllegalTransition` for an event the stage does not know."""
-    handler = _TABLE[arrival.stage].get(type(event))
-    line = f"{now - arrival.asked_s:+.3f}s {arrival.stage}: {event!r:.160}"
-    told = replace(arrival, history=(*arrival.history, line))
-    if handler is None:
-        story = "\n  ".join(told.history)
-        raise IllegalTransition(f"fetch for {arrival.request_id}: illegal last event in\n  {story}")
-    after, effects = handler(arrival, event, now)
-    if isinstance(event, Tick) and not effects:
-        return after, effects
-    return replace(after, history=told.history), effects
+    name, since_s = f"fetch for {arrival.request_id}", arrival.asked_s
+    return machine.advance(arrival, event, now, _TABLE, name=name, since_s=since_s, usual=(Tick,))
 
 
 # -- the stages ---------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from engine.errors import TandemError
 from engine.types import FinishReason, Token
+from tandem import machine
 from tandem.messages import Code, Commit, Committed, Declined, WorkerInfo, WorkerRef
 
 
@@ -34,10 +34,6 @@ class Stage(StrEnum):
     RUNNING = "running"
     ENDING = "ending"
     DONE = "done"
-
-
-class IllegalTransition(TandemError):
-    """An event that its stage does not know: a bug, told with the whole story."""
 
 
 # -- events: what happened ---------------------------------------------------------------------------------------
@@ -252,19 +248,8 @@ def expected(
 
 def advance(intake: Intake, event: Event, now: float) -> Step:
     """The next state and what to do about it. Raises `IllegalTransition` for an event the stage does not know."""
-    handler = _TABLE[intake.stage].get(type(event))
-    history = (*intake.history, _line(intake, event, now))
-    if handler is None:
-        story = "\n  ".join(history)
-        raise IllegalTransition(f"intake {intake.request_id}: illegal last event in\n  {story}")
-    after, effects = handler(intake, event, now)
-    quiet_tick = isinstance(event, Tick) and not effects
-    return (after if quiet_tick else replace(after, history=history)), effects
-
-
-def _line(intake: Intake, event: Event, now: float) -> str:
-    brief = repr(event) if len(repr(event)) < 160 else type(event).__name__
-    return f"{now - intake.expected_s:+.3f}s {intake.stage}: {brief}"
+    name, since_s = f"intake {intake.request_id}", intake.expected_s
+    return machine.advance(intake, event, now, _TABLE, name=name, since_s=since_s, usual=(Tick,))
 
 
 # -- the stages ---------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from engine.errors import TandemError
 from engine.types import Request, Token
+from tandem import machine
 from tandem.messages import (
     Answer,
     AskMove,
@@ -52,10 +52,6 @@ class Stage(StrEnum):
     """Paused, until it is known who goes on."""
     ENDING = "ending"
     CLOSED = "closed"
-
-
-class IllegalTransition(TandemError):
-    """An event that its stage does not know: a bug, told with the whole story."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,19 +276,8 @@ def begin(migration: Migration, generated: tuple[int, ...]) -> Step:
 
 def advance(migration: Migration, event: Event, now: float) -> Step:
     """The next state and what to do about it. Raises `IllegalTransition` for an event the stage does not know."""
-    handler = _TABLE[migration.stage].get(type(event))
-    told = replace(migration, history=(*migration.history, _line(migration, event, now)))
-    if handler is None:
-        story = "\n  ".join(told.history)
-        raise IllegalTransition(f"move of {migration.request.request_id}: illegal last event in\n  {story}")
-    after, effects = handler(migration, event, now)
-    usual = isinstance(event, Tick | Stepped) and not effects
-    return (after if usual else replace(after, history=told.history)), effects
-
-
-def _line(migration: Migration, event: Event, now: float) -> str:
-    brief = repr(event) if len(repr(event)) < 160 else type(event).__name__
-    return f"{now - migration.started_s:+.3f}s {migration.stage}: {brief}"
+    name, since_s = f"move of {migration.request.request_id}", migration.started_s
+    return machine.advance(migration, event, now, _TABLE, name=name, since_s=since_s, usual=(Tick, Stepped))
 
 
 # -- the stages ---------------------------------------------------------------------------------------------------

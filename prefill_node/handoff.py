@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from engine.errors import TandemError
 from engine.types import FinishReason, Token
+from tandem import machine
 from tandem.messages import (
     Answer,
     AskLease,
@@ -55,10 +55,6 @@ class Stage(StrEnum):
     """Decode has the request; the last pushes are received but not yet acknowledged."""
     ENDING = "ending"
     CLOSED = "closed"
-
-
-class IllegalTransition(TandemError):
-    """An event that its stage does not know: a bug, told with the whole story."""
 
 
 # -- events: what happened ---------------------------------------------------------------------------------------
@@ -267,19 +263,8 @@ Handler = Callable[[Handoff, Any, float], Step]
 
 def advance(handoff: Handoff, event: Event, now: float) -> Step:
     """The next state and what to do about it. Raises `IllegalTransition` for an event the stage does not know."""
-    handler = _TABLE[handoff.stage].get(type(event))
-    told = replace(handoff, history=(*handoff.history, _line(handoff, event, now)))
-    if handler is None:
-        story = "\n  ".join(told.history)
-        raise IllegalTransition(f"hand-over {handoff.request_id}: illegal last event in\n  {story}")
-    after, effects = handler(handoff, event, now)
-    quiet_tick = isinstance(event, Tick) and not effects
-    return (after if quiet_tick else replace(after, history=told.history)), effects
-
-
-def _line(handoff: Handoff, event: Event, now: float) -> str:
-    brief = repr(event) if len(repr(event)) < 160 else type(event).__name__
-    return f"{now - handoff.submitted_s:+.3f}s {handoff.stage}: {brief}"
+    name, since_s = f"hand-over {handoff.request_id}", handoff.submitted_s
+    return machine.advance(handoff, event, now, _TABLE, name=name, since_s=since_s, usual=(Tick,))
 
 
 # -- the stages ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster import fetch as f
 from cluster.fetch import Arrival, Stage
+from tandem.machine import IllegalTransition
 from tandem.messages import Code, Committed, Declined, PrefixComing, WorkerRef
 
 COMING = f.Answered(PrefixComing("x", 4))
@@ -88,7 +89,7 @@ def test_it_ends_at_its_deadline_and_not_before() -> None:
 
 def test_a_second_answer_is_a_bug_told_with_its_story() -> None:
     state, _ = told(arrival(), COMING)
-    with pytest.raises(f.IllegalTransition, match=r"PrefixComing.*\n.*PrefixComing"):
+    with pytest.raises(IllegalTransition, match=r"PrefixComing.*\n.*PrefixComing"):
         told(state, COMING)
 
 

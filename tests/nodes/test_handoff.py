@@ -9,6 +9,7 @@ import pytest
 from engine.types import FinishReason, Token
 from prefill_node import handoff as h
 from prefill_node.handoff import Handoff, Stage, advance
+from tandem.machine import IllegalTransition
 from tandem.messages import (
     AskLease,
     Code,
@@ -261,7 +262,7 @@ def test_a_lease_that_decode_no_longer_knows_fails_the_request() -> None:
 
 
 def test_an_illegal_transition_tells_the_story() -> None:
-    with pytest.raises(h.IllegalTransition, match=r"(?s)hand-over r.*queued: Scheduled.*asking: Quiet"):
+    with pytest.raises(IllegalTransition, match=r"(?s)hand-over r.*queued: Scheduled.*asking: Quiet"):
         play(FRESH, h.Scheduled(), h.Quiet())
 
 

@@ -9,6 +9,7 @@ import pytest
 from decode_node import lease as d
 from decode_node.lease import Intake, Stage, advance, expected
 from engine.types import FinishReason, Token
+from tandem.machine import IllegalTransition
 from tandem.messages import Code, Commit, Committed, Declined, WorkerInfo, WorkerRef
 
 PREFILL = WorkerRef("p0", "i1", "h:1")
@@ -203,5 +204,5 @@ def test_a_local_prefill_runs_from_the_start_and_is_done_with_its_engine() -> No
 
 
 def test_an_illegal_transition_tells_the_story() -> None:
-    with pytest.raises(d.IllegalTransition, match=r"(?s)intake r.*leased: Received\(num_spans=1\).*leased: Quiet"):
+    with pytest.raises(IllegalTransition, match=r"(?s)intake r.*leased: Received\(num_spans=1\).*leased: Quiet"):
         play(FRESH, OPENED, d.Received(1), d.Quiet())

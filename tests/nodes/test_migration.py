@@ -9,6 +9,7 @@ import pytest
 from decode_node import migration as m
 from decode_node.migration import Migration, MoveLimits, Stage, advance, begin
 from engine.types import Request, SamplingParams, Token
+from tandem.machine import IllegalTransition
 from tandem.messages import (
     AskMove,
     Code,
@@ -212,5 +213,5 @@ def test_the_lease_is_renewed_while_blocks_are_copied() -> None:
 
 
 def test_an_illegal_transition_tells_the_story() -> None:
-    with pytest.raises(m.IllegalTransition, match=r"(?s)move of r.*asking: Granted.*copying: Quiet"):
+    with pytest.raises(IllegalTransition, match=r"(?s)move of r.*asking: Granted.*copying: Quiet"):
         play(asked(), m.Granted(GRANT), m.Quiet())

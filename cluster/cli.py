@@ -56,6 +56,7 @@ def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
 
 def _config(config_file: Path | None, prefill: int | None, decode: int | None) -> TandemConfig:
     from cluster.config import default_config, load_config
+    from cluster.config_words import doubts_here
 
     config = default_config() if config_file is None else load_config(config_file)
     pools = config.pools
@@ -63,7 +64,7 @@ def _config(config_file: Path | None, prefill: int | None, decode: int | None) -
         pools = replace(pools, prefill=replace(pools.prefill, count=prefill))
     if decode is not None:
         pools = replace(pools, decode=replace(pools.decode, count=decode))
-    for warning in config.warnings:
+    for warning in (*config.warnings, *doubts_here(config)):
         click.echo(f"tandem: warning: {warning}", err=True)
     return replace(config, pools=pools)
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.config import PoolSection, SlaClass, TandemConfig
+from cluster.config import ROLES, ModelSection, PoolSection, SlaClass, TandemConfig
 from cluster.models import KNOWN
 
 
 def doubts_here(config: TandemConfig) -> tuple[str, ...]:
     """What looks like a mistake from this machine; another one, where a worker runs, may know better."""
-    path = config.model.path
+    return (*_doubts_of_model(config.model), *_doubts_of_disks(config))
+
+
+def _doubts_of_model(model: ModelSection) -> Iterator[str]:
+    path = model.path
     if path is not None and not Path(path).expanduser().exists():
-        return (f"model.path: there is nothing at {path} on this machine; each worker's host needs it there",)
-    if path is None and config.model.name not in KNOWN and not Path(config.model.name).expanduser().exists():
+        yield f"model.path: there is nothing at {path} on this machine; each worker's host needs it there"
+    if path is None and model.name not in KNOWN and not Path(model.name).expanduser().exists():
         known = ", ".join(KNOWN)
-        return (f"model.name: {config.model.name!r} is no built-in model ({known}); give its place as model.path",)
-    return ()
+        yield f"model.name: {model.name!r} is no built-in model ({known}); give its place as model.path"
+
+
+def _doubts_of_disks(config: TandemConfig) -> Iterator[str]:
+    """A disk tier that cannot be used costs no request anything, so nobody would notice."""
+    for role in ROLES:
+        tiers = config.pools.of(role).tiers
+        if tiers is None or tiers.disk_path is None:
+            continue
+        there = next(place for place in (Path(tiers.disk_path), *Path(tiers.disk_path).parents) if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            why = f"{there} is {'not writable' if there.is_dir() else 'no folder'} on this machine"
+            yield f"pools.{role}.tiers.disk_path: {why}: no KV is kept there; name one that workers may fill"
 
 
 def describe(config: TandemConfig) -> str:

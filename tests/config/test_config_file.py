@@ -399,6 +399,19 @@ def test_a_model_that_is_not_here_is_doubted_where_it_is_checked(tmp_path: Path)
     assert "model.path" in doubt
 
 
+def test_a_check_doubts_a_disk_tier_that_can_have_no_folder_here(tmp_path: Path) -> None:
+    def doubts(folder: Path) -> tuple[str, ...]:
+        tiers = f"{{host_memory: 1GiB, disk_path: {folder}}}"
+        return doubts_here(config_from_text(f"pools: {{prefill: {{tiers: {tiers}}}}}"))
+
+    assert doubts(tmp_path / "not" / "made" / "yet") == ()
+    taken = tmp_path / "file"
+    taken.touch()
+    for folder in (taken, taken / "below"):
+        (doubt,) = doubts(folder)
+        assert doubt.startswith(f"pools.prefill.tiers.disk_path: {taken} is no folder")
+
+
 def test_a_config_is_a_value() -> None:
     assert config_from_text("model: x") == config_from_text("model: x")
     assert TandemConfig() == default_config()

@@ -56,7 +56,6 @@ def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
 
 def _config(config_file: Path | None, prefill: int | None, decode: int | None) -> TandemConfig:
     from cluster.config import default_config, load_config
-    from cluster.config_words import doubts_here
 
     config = default_config() if config_file is None else load_config(config_file)
     pools = config.pools
@@ -64,9 +63,14 @@ def _config(config_file: Path | None, prefill: int | None, decode: int | None) -
         pools = replace(pools, prefill=replace(pools.prefill, count=prefill))
     if decode is not None:
         pools = replace(pools, decode=replace(pools.decode, count=decode))
+    return replace(config, pools=pools)
+
+
+def _warn(config: TandemConfig) -> None:
+    from cluster.config_words import doubts_here
+
     for warning in (*config.warnings, *doubts_here(config)):
         click.echo(f"tandem: warning: {warning}", err=True)
-    return replace(config, pools=pools)
 
 
 @main.command()
@@ -85,7 +89,8 @@ def serve(
     if detach and config.cluster.ray_address is None:
         options = {"--config": config_file, "--prefill": prefill, "--decode": decode}
         launch.serve_detached([f"{name}={value}" for name, value in options.items() if value is not None], say=_say)
-    else:
+    else:  # the process that serves warns, once
+        _warn(config)
         launch.serve(config, say=_say)
 
 
@@ -95,7 +100,9 @@ def demo(config_file: Path | None, prefill: int | None, decode: int | None) -> N
     """Start a cluster, send a dozen chats through it, show what happened, stop it."""
     from cluster import demo as show
 
-    sys.exit(show.run(_config(config_file, prefill, decode)))
+    config = _config(config_file, prefill, decode)
+    _warn(config)
+    sys.exit(show.run(config))
 
 
 @main.command()

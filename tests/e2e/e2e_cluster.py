@@ -193,3 +193,17 @@ def ask_capital(client: Client) -> Answer:
     answer = client.chat(PROMPT, temperature=0.0, max_tokens=16, timeout_s=30.0)
     assert "Paris" in answer.text
     return answer
+
+
+def running_processes() -> list[tuple[int, str, list[str]]]:
+    """All of this machine that can be seen: id, command line, environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if line:
+            found.append((int(folder.name), line, environment))
+    return found

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from e2e_cluster import running_processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 
@@ -33,8 +34,10 @@ def test_the_demo_shows_every_request_and_ends_with_zero(smollm2_path: Path) -> 
     rows = re.findall(r"prefill-0→decode-0 +\d+ +[\d.]+ MB +ucx", done.stdout)
     assert len(rows) == 12, done.stdout
     assert took_s < SECOND_RUN_S
-    assert _tandem_folders() == before, "its temporary folders are gone, too"
+    assert _tandem_folders() <= before, "its temporary folders are gone, too"
 
 
 def _tandem_folders() -> set[Path]:
-    return set(Path("/tmp").glob("tandem-*"))
+    """Those of other clusters that run on this machine are none of ours."""
+    in_use = {entry.removeprefix("TMPDIR=") for _, _, environment in running_processes() for entry in environment}
+    return {folder for folder in Path("/tmp").glob("tandem-*") if str(folder) not in in_use}

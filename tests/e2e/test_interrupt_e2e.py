@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_cluster import free_port
+from e2e_cluster import free_port, running_processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -57,26 +57,13 @@ def test_an_interrupted_start_leaves_nothing_behind(
 
 def _marked(mark: str) -> dict[int, str]:
     """Command lines of the processes that have `mark` in their environment, by process id."""
-    return {pid: line for pid, line, environment in _processes() if mark in environment}
+    return {pid: line for pid, line, environment in running_processes() if mark in environment}
 
 
 def _scratch_folders(mark: str) -> set[Path]:
-    entries = {entry for _, _, environment in _processes() if mark in environment for entry in environment}
+    entries = {entry for _, _, environment in running_processes() if mark in environment for entry in environment}
     names = {entry.removeprefix("TMPDIR=") for entry in entries if entry.startswith("TMPDIR=/tmp/tandem-")}
     return {Path(name) for name in names}
-
-
-def _processes() -> list[tuple[int, str, list[str]]]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if line:
-            found.append((int(folder.name), line, environment))
-    return found
 
 
 def _until(holds, timeout_s: float) -> None:  # type: ignore[no-untyped-def]

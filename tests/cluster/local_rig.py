@@ -47,9 +47,11 @@ def config(
 
 
 @contextlib.asynccontextmanager
-async def running(toy: Path, settings: TandemConfig) -> AsyncIterator[LocalCluster]:
+async def running(
+    toy: Path, settings: TandemConfig, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[LocalCluster]:
     """A cluster that must end with nothing held."""
-    async with LocalCluster(settings, toy) as cluster:
+    async with LocalCluster(settings, toy, clock=clock) as cluster:
         yield cluster
         await cluster.settled()
         cluster.check()

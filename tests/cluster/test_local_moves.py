@@ -119,10 +119,11 @@ async def test_several_sequences_stay_together(toy: Path) -> None:
 @pytest.mark.parametrize("turns", [1, 3, 6])
 @pytest.mark.parametrize("how", ["abort", "deadline", "kill destination", "kill source"])
 async def test_what_ends_during_a_move_ends_cleanly(toy: Path, alone: Alone, how: str, turns: int) -> None:
-    req = request("r", 200, max_tokens=90, ignore_eos=True)
-    if how == "deadline":
-        req = replace(req, deadline_s=time.monotonic() + 0.25)
-    async with running(toy, config(1, 2)) as cluster:
+    skipped_s = 0.0
+    settings = config(1, 2)
+    settings = replace(settings, timeouts=replace(settings.timeouts, suspect_s=90.0, fence_s=120.0))
+    async with running(toy, settings, clock=lambda: time.monotonic() + skipped_s) as cluster:
+        req = replace(request("r", 200, max_tokens=90, ignore_eos=True), deadline_s=time.monotonic() + 60.0)
         task = asyncio.create_task(cluster.generate(req))
         source, other = await decoding(cluster, "r", 4)
         moving = asyncio.create_task(cluster.migrate("r", source, other))
@@ -130,13 +131,16 @@ async def test_what_ends_during_a_move_ends_cleanly(toy: Path, alone: Alone, how
             await asyncio.sleep(0)
         if how == "abort":
             cluster.dispatch.abort("r")
-        elif how != "deadline":
+        elif how == "deadline":
+            skipped_s = 60.0
+        else:
             cluster.kill(other if how == "kill destination" else source)
         tokens, outcome = await asyncio.wait_for(task, 10)
         assert ids(tokens) == alone(req)[: len(tokens)]
         if how == "kill destination" and not outcome.moves:
             assert (outcome.code, ids(tokens)) == (None, alone(req))
         assert outcome.code in (None, Code.ABORTED, Code.DEADLINE, Code.UNAVAILABLE)
+        assert how != "deadline" or outcome.code is Code.DEADLINE
         await moving
 
 

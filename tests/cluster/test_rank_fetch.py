@@ -17,7 +17,6 @@ from tandem.messages import Fetch, FinishedEarly, Submit, WorkerRef
 from tests.cluster.test_rank_process import SECRET, alone, control, no_blocks_held, request
 
 NOBODY = WorkerRef("d0", "none", "127.0.0.1:1")
-PROMPT = request("warm", 200, max_tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +35,19 @@ def ids(told: FinishedEarly) -> list[int]:
 
 
 async def test_a_prefix_is_fetched_and_from_a_hung_source_only_waited_for(checkpoint: Path) -> None:
+    prompt = request("warm", 200, max_tokens=1)
     workers = tuple(control(name, "prefill", checkpoint, "shm") for name in ("p0", "p1"))
     client = NodeClient(SECRET)
     await asyncio.gather(*(worker.start() for worker in workers))
     try:
         source, other = (worker.info.ref for worker in workers if worker.info is not None)
-        await answer(client, source, PROMPT)
-        again = replace(PROMPT, request_id="again", token_ids=(*PROMPT.token_ids[:180], *range(30)))
+        await answer(client, source, prompt)
+        again = replace(prompt, request_id="again", token_ids=(*prompt.token_ids[:180], *range(30)))
         told = await answer(client, other, again, Fetch(source, 176, 10.0))
         assert ids(told) == alone(checkpoint, again)
         assert (told.report.fetched_tokens, told.report.computed_tokens) == (176, 210 - 176)
 
-        unlike = replace(PROMPT, request_id="unlike", cache_salt="other")
+        unlike = replace(prompt, request_id="unlike", cache_salt="other")
         await answer(client, source, replace(unlike, request_id="warm too"))
         assert workers[0].pid is not None
         os.kill(workers[0].pid, signal.SIGSTOP)

@@ -16,7 +16,7 @@ from cluster.local import LocalCluster
 from cluster.validate import Ask, RequestFailed
 from engine.types import Request, SamplingParams
 from tandem.messages import Code, FaultInjected, FaultKind, InjectFault, KvEvents
-from tests.cluster.local_rig import config, ids, request, running
+from tests.cluster.local_rig import SOON, config, ids, request, running
 
 Alone = Callable[[Request], list[int]]
 TOKENS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -88,6 +88,8 @@ async def test_six_requests_of_four_fifths_of_the_pool_all_finish(
 
 # -- dead workers -----------------------------------------------------------------------------------------------------
 
+NOT_SOON_BACK = replace(config(), timeouts=replace(SOON, restart_backoff_s=60.0))
+
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_worker_that_died_unnoticed_costs_one_retry_and_gets_nothing_more(
@@ -110,7 +112,7 @@ async def test_a_worker_that_died_unnoticed_costs_one_retry_and_gets_nothing_mor
 
 
 async def test_without_any_worker_a_request_is_unavailable_at_once(toy: Path) -> None:
-    async with running(toy, config()) as cluster:
+    async with running(toy, NOT_SOON_BACK) as cluster:
         await ask(cluster, "hello")
         for name in tuple(cluster.slots):
             cluster.kill(name)
@@ -124,7 +126,7 @@ async def test_without_any_worker_a_request_is_unavailable_at_once(toy: Path) ->
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_when_the_only_worker_fails_in_the_middle_the_client_hears_unavailable(toy: Path, victim: str) -> None:
-    async with running(toy, config()) as cluster:
+    async with running(toy, NOT_SOON_BACK) as cluster:
         task = asyncio.create_task(cluster.generate(request("r", 300, max_tokens=100)))
         await cluster.until(lambda: bool(cluster.slots[victim].worker.request_ids()))
         cluster.kill(victim)

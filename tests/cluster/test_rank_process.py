@@ -298,8 +298,8 @@ async def test_a_submit_whose_caller_leaves_is_aborted(
     assert isinstance(await asyncio.wait_for(told.get(), 5), Submit)
     submit.cancel()
     assert await asyncio.wait_for(told.get(), 5) == Abort("r")
-    os.kill(pair[0].pid or 0, signal.SIGCONT)
     assert isinstance(await gateway.client.ask(decode, Abort("r"), 5), Aborted)
+    os.kill(pair[0].pid or 0, signal.SIGCONT)  # both are in its socket by now
     await asyncio.gather(*(no_blocks_held(worker) for worker in pair))
     assert pair[0].last_report is not None
     assert pair[0].last_report.load.prompt_tokens == 0

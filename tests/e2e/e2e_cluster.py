@@ -24,7 +24,7 @@ import yaml
 
 from cluster import processes
 from tandem import Client
-from tandem.client import Answer
+from tandem.client import Answer, ServedBy
 
 START_S = 120.0
 _LISTEN = "0A"
@@ -38,6 +38,15 @@ class Cluster:
     process: subprocess.Popen[str]
     grpc: str
     http: str
+    run_folder: Path
+
+    def tandem(self, *arguments: str) -> str:
+        """What a command of the operator says. AssertionError when it fails."""
+        command = [sys.executable, "-m", "cluster.cli", *arguments]
+        environment = os.environ | {"TANDEM_RUN_DIR": str(self.run_folder)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def client(self) -> Client:
         return Client(self.grpc)
@@ -83,6 +92,17 @@ class Cluster:
     def until_idle(self, *, timeout_s: float = 15.0) -> float:
         return self.until("no live block anywhere", idle, timeout_s=timeout_s)
 
+    def until_all_serve(self, client: Client, role: str) -> list[ServedBy]:
+        """Ask until every worker of the role has served; who served what was asked. One that a busy machine kept silent
+        may be passed over for a moment."""
+        wanted = {worker["name"] for worker in self.status()["workers"] if worker["role"] == role}
+        served: list[ServedBy] = []
+        for _ in range(4 * len(wanted)):
+            served.append(ask_capital(client).served_by)
+            if {by.prefill_worker if role == "prefill" else by.decode_worker for by in served} == wanted:
+                return served
+        raise AssertionError(f"not all of {sorted(wanted)} serve: {served}")
+
 
 def all_alive(status: dict[str, Any]) -> bool:
     return bool(status["workers"]) and all(worker["health"] == "alive" for worker in status["workers"])
@@ -98,7 +118,8 @@ def serving(folder: Path, config: dict[str, Any]) -> Iterator[Cluster]:
     """Start, yield, stop by SIGTERM; afterwards nothing of it runs any more."""
     file = folder / "cluster.sla.yaml"
     file.write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "TANDEM_RUN_DIR": str(folder / "run")}
+    run_folder = folder / "run"
+    environment = {**os.environ, "TANDEM_RUN_DIR": str(run_folder)}
     log_path = folder / "serve.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
@@ -109,8 +130,8 @@ def serving(folder: Path, config: dict[str, Any]) -> Iterator[Cluster]:
             text=True,
         )
     try:
-        state = _state(folder / "run" / "cluster.json", process, log_path)
-        yield Cluster(process, state["grpc"], state["http"])
+        state = _state(run_folder / "cluster.json", process, log_path)
+        yield Cluster(process, state["grpc"], state["http"], run_folder)
     finally:
         family = processes.descendants(process.pid)
         process.send_signal(signal.SIGTERM)

@@ -60,8 +60,8 @@ class RouterActor:
     async def turn(self, name: str, where: Whereabouts) -> Declined | None:
         return await self.host.turn(name, where)
 
-    async def register(self, info: WorkerInfo, events: str, where: Whereabouts) -> Declined | None:
-        return self.host.register(info, events, where)
+    async def register(self, info: WorkerInfo, events: str, where: Whereabouts, draining: bool) -> Declined | None:
+        return self.host.register(info, events, where, draining=draining)
 
     async def failed(self, name: str, why: str) -> None:
         self.host.failed(name, why)
@@ -179,10 +179,10 @@ class RayDesk:
             except (RayError, ValueError):
                 await asyncio.sleep(0.5)
 
-    async def register(self, info: WorkerInfo, events: str) -> Declined | None:
+    async def register(self, info: WorkerInfo, events: str, draining: bool) -> Declined | None:
         while True:
             try:
-                answer: Declined | None = await _router().register.remote(info, events, self._where)
+                answer: Declined | None = await _router().register.remote(info, events, self._where, draining)
                 return answer
             except (RayError, ValueError):
                 await asyncio.sleep(0.5)

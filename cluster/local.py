@@ -217,6 +217,8 @@ class LocalCluster:
         for slot in self.slots.values():
             declined = self.router.register(slot.worker.info, self._clock())
             assert declined is None, declined
+            if slot.worker.draining:
+                self.router.hold_back(slot.ref.name)
 
     async def drain(self, name: str, draining: bool = True) -> None:
         """As an operator does it: nothing new goes there, and what runs moves away while there is room elsewhere."""

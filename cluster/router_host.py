@@ -4,8 +4,9 @@
     newborn workers ──turn, register──▶ supervisor ──kill──▶ processes        └──fences──▶ gateways
 
 If it dies, a new one begins empty: workers notice that they are not known and register again, their reports bring the
-live requests back into the ledger, and gateways ask again. Which prefixes a worker holds is asked of itself whenever
-events were missed: after a restart, a lost message, or because a subscription takes a moment.
+live requests back into the ledger, gateways ask again, and a drained worker says that it is. Which prefixes a worker
+holds is asked of itself whenever events were missed: after a restart, a lost message, or because a subscription takes a
+moment.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class RouterHost:
         self._kill = kill
         self._whereabouts: dict[str, Whereabouts] = {}
         self._events: dict[str, str] = {}
-        self._drained: set[str] = set()
-        """By an operator: a worker that starts anew is drained like the one whose name it has."""
+        self._drains: dict[str, bool] = {}
+        """Whether a name is drained: as an operator said last, or else as the first worker of that name said, who may
+        have heard it from the router before this one. A worker that starts anew is drained like the one before it."""
         self._subscriber = Subscriber(secret)
         self._workers = NodeClient(secret, clock=clock)
         self._asking: set[asyncio.Task[None]] = set()
@@ -106,17 +108,19 @@ class RouterHost:
         self._whereabouts[name] = where
         return await waiting
 
-    def register(self, info: WorkerInfo, events: str, where: Whereabouts) -> Declined | None:
-        """A worker is ready; its load reports and KV events come from `events`."""
+    def register(self, info: WorkerInfo, events: str, where: Whereabouts, *, draining: bool = False) -> Declined | None:
+        """A worker is ready; its load reports and KV events come from `events`. `draining`: it takes nothing new."""
         declined = self.state.register(info, self._clock())
         if declined is None:
             name = info.ref.name
             self._whereabouts[name] = where
             self._supervisor.joined(name)
             self._hear(name, events)
-            if name in self._drained:
+            wanted = self._drains.setdefault(name, draining)
+            if wanted:
                 self.state.hold_back(name)
-                self._spawn(self._ask_drain(info.ref))
+            if wanted != draining:
+                self._spawn(self._ask_drain(info.ref, wanted))
             log.info("%s registered from %s", info.ref.peer, info.ref.address)
         return declined
 
@@ -139,10 +143,7 @@ class RouterHost:
         members = {member.name for member in self.state.membership.members()}
         if name not in members:
             return f"there is no worker {name} (there are: {', '.join(sorted(members)) or 'none'})"
-        if draining:
-            self._drained.add(name)
-        else:
-            self._drained.discard(name)
+        self._drains[name] = draining
         ref = next((info.ref for info in self.state.workers() if info.ref.name == name), None)
         if ref is None:
             return ""
@@ -244,10 +245,10 @@ class RouterHost:
         finally:
             self.state.moved(move, answer, self._clock())
 
-    async def _ask_drain(self, ref: WorkerRef) -> None:
-        answer = await self._workers.ask(ref, SetDraining(True), DRAIN_ASK_S)
+    async def _ask_drain(self, ref: WorkerRef, draining: bool) -> None:
+        answer = await self._workers.ask(ref, SetDraining(draining), DRAIN_ASK_S)
         if isinstance(answer, Declined):
-            log.warning("%s did not hear that its name is drained: %s", ref.peer, answer.message)
+            log.warning("%s did not hear whether its name is drained: %s", ref.peer, answer.message)
 
     async def _ask_probe(self, pair: Pair) -> None:
         """What it brings is in the source's reports; asked again later when it brings nothing."""

@@ -30,7 +30,7 @@ class Desk(Protocol):
 
     async def turn(self, name: str) -> Declined | None: ...
 
-    async def register(self, info: WorkerInfo, events: str) -> Declined | None: ...
+    async def register(self, info: WorkerInfo, events: str, draining: bool) -> Declined | None: ...
 
     async def failed(self, name: str, why: str) -> None: ...
 
@@ -94,7 +94,8 @@ class WorkerHost:
         known: bool | None = False
         while not control.died.done():
             if known is False:
-                declined = await self._desk.register(info, control.events_address)
+                draining = control.last_report is not None and control.last_report.draining
+                declined = await self._desk.register(info, control.events_address, draining)
                 if declined is not None:
                     return declined.message
             await asyncio.wait({control.died}, timeout=KNOWN_EVERY_S)

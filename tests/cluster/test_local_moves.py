@@ -87,6 +87,14 @@ async def test_draining_a_worker_empties_it_and_its_streams_go_on(toy: Path, alo
         assert outcome.decode == "decode-1"
 
 
+async def test_a_restarted_router_gives_a_drained_worker_nothing(toy: Path) -> None:
+    async with running(toy, config(1, 2)) as cluster:
+        await cluster.drain("decode-0")
+        cluster.restart_router()
+        outcomes = [(await cluster.generate(request(f"r{i}", salt=i)))[1] for i in range(4)]
+        assert {(one.decode, one.attempts) for one in outcomes} == {("decode-1", 1)}
+
+
 async def test_a_draining_worker_finishes_what_fits_nowhere(toy: Path, alone: Alone) -> None:
     several = replace(request("several", 40, max_tokens=40, temperature=0.7), branching=Branching(n=2))
     req = request("r", 60, max_tokens=60, ignore_eos=True)

@@ -144,7 +144,8 @@ class GatewayActor:
         watch, router, node_id = RouterWatch(), RayRouter(), ray.get_runtime_context().get_node_id()
         while True:
             try:
-                watch.heard(await asyncio.wait_for(router.whereabouts(), fence_s / MOST_MISSED))
+                async with asyncio.timeout(fence_s / MOST_MISSED):
+                    watch.heard(await router.whereabouts())
             except RouterAway:
                 watch.away()
             except TimeoutError:

@@ -150,7 +150,8 @@ class GatewayHost:
         serving: bool | None = None
         while True:
             try:
-                status = await asyncio.wait_for(self._router.status(), ROUTER_ANSWERS_S)
+                async with asyncio.timeout(ROUTER_ANSWERS_S):
+                    status = await self._router.status()
             except RouterAway:
                 status = ClusterStatus(not_ready="the router is being restarted")
             except TimeoutError:

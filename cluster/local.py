@@ -310,9 +310,10 @@ class LocalCluster:
         worker = slot.worker
         while True:
             wait_s = None if slot.frozen else worker.wait_s(self._clock())
-            with contextlib.suppress(TimeoutError):
-                if wait_s != 0.0:
-                    await asyncio.wait_for(slot.bell.wait(), wait_s)
+            if wait_s != 0.0:  # not by `wait_for`: up to Python 3.11 it may swallow the cancellation that ends this loop
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await slot.bell.wait()
             slot.bell.clear()
             if slot.frozen:
                 continue
@@ -374,7 +375,8 @@ class LocalCluster:
     async def _watch_health(self) -> None:
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), self.config.timeouts.heartbeat_s / 2)
+                async with asyncio.timeout(self.config.timeouts.heartbeat_s / 2):
+                    await self._closing.wait()
             for slot in self.slots.values():
                 if not slot.frozen:
                     self.router.present(slot.ref, self._clock())

@@ -56,6 +56,9 @@ class PoolSection:
     profile: str = "balanced"
     num_blocks: int | None = None
     kv_memory_bytes: int = 1 << 30
+    block_size: int | None = None
+    """Tokens in a KV block. None: the model section's. Where the pools' differ, the larger is a multiple of the
+    smaller, and KV moves between them in many small pieces."""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     batching: str = "continuous"
@@ -207,7 +210,7 @@ def engine_config(config: TandemConfig, role: str, model_path: str | Path) -> En
         device=model.device,
         weights=model.weights,
         kernels=model.kernels,
-        block_size=model.block_size,
+        block_size=pool.block_size or model.block_size,
         num_blocks=pool.num_blocks,
         kv_memory_bytes=pool.kv_memory_bytes,
         kv_shared="shm" in config.transfer.transports,

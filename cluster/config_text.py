@@ -52,6 +52,7 @@ from cluster.yaml_lines import Node, YamlProblem, parse
 from engine.config import BATCHINGS, HASHES, KERNELS, PREEMPTIONS, WEIGHTS
 from engine.errors import ConfigError, TandemError
 from engine.profiles import PROFILES
+from kvtransfer.plan import sizes_fit
 from kvtransfer.tiers.types import TierSettings
 
 VERSION = 1
@@ -119,6 +120,7 @@ _POOL: Mapping[str, Setting | Section] = {
     "profile": _PROFILE,
     "num_blocks": Setting("num_blocks", _COUNT),
     "kv_memory": Setting("kv_memory_bytes", size),
+    "block_size": Setting("block_size", integer(16)),
     "max_num_batched_tokens": Setting("max_num_batched_tokens", integer(16)),
     "max_num_seqs": Setting("max_num_seqs", _COUNT),
     "batching": Setting("batching", one_of(BATCHINGS)),
@@ -453,8 +455,9 @@ def _check_engines(config: TandemConfig, walk: _Walk) -> None:
         try:
             engine_config(config, role, config.model.path or config.model.name)
         except ConfigError as error:
-            own = [key for key, setting in _POOL.items() if setting.field == error.field]
-            path = f"pools.{role}.{own[0]}" if own else f"model.{error.field}"
+            own = [f"pools.{role}.{key}" for key, setting in _POOL.items() if setting.field == error.field]
+            model = f"model.{error.field}"
+            path = model if not own or (own[0] not in walk.lines and model in walk.lines) else own[0]
             faults[path] = str(error).removeprefix(f"{error.field} ")
     for path, fault in faults.items():
         walk.complain(walk.lines.get(path, walk.lines.get(path.rpartition(".")[0], 1)), path, fault)
@@ -465,6 +468,11 @@ def _check_together(config: TandemConfig, walk: _Walk) -> None:
     _check_engines(config, walk)
     if not times.heartbeat_s < times.suspect_s < times.fence_s:
         _refuse(walk, "timeouts", "heartbeat must be shorter than suspect, and suspect than fence", times_of(config))
+    sizes = [config.pools.of(role).block_size or config.model.block_size for role in ROLES]
+    if not walk.problems and not sizes_fit(*sizes):
+        where = next(path for path in ("pools.prefill.block_size", "pools.decode.block_size") if path in walk.lines)
+        both = f"{sizes[0]} for prefill, {sizes[1]} for decode"
+        _refuse(walk, where, "the larger block size must be a multiple of the smaller", both)
     if gateway.http_port == gateway.grpc_port:
         _refuse(walk, "gateway.grpc_port", "must differ from http_port", str(gateway.grpc_port))
     if times.restart_backoff_s > times.restart_backoff_max_s:

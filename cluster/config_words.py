@@ -78,6 +78,7 @@ _LOCAL = {
 def _pool(name: str, pool: PoolSection) -> str:
     workers = _count(pool.count, "worker")
     memory = _count(pool.num_blocks, "KV block") if pool.num_blocks else f"{_size(pool.kv_memory_bytes)} of KV cache"
+    memory += f" in blocks of {pool.block_size} tokens" if pool.block_size else ""
     step = f"steps of up to {_count(pool.max_num_batched_tokens, 'token')} and {_count(pool.max_num_seqs, 'sequence')}"
     first = f"{name}: {workers}, each with {_count(pool.threads, 'thread')}, {memory}, {step}"
     batching = _BATCHING[pool.batching, pool.chunked_prefill]

@@ -37,7 +37,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Blocks `first` … + `count` - 1 are complete and verified."""
+    """Spans `first` … + `count` - 1 of the lease are complete and verified."""
 
     first: int
     count: int
@@ -83,9 +83,9 @@ Event = Answered | Received | ReceiveFailed | SourceGaveUp | PeerLost | RequestE
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """The first `blocks` are complete: let prompts find them."""
+    """The first `spans` of the lease are complete: let prompts find what they hold."""
 
-    blocks: int
+    spans: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +107,15 @@ class Arrival:
 
     request_id: str
     source: WorkerRef
-    wanted_blocks: int
+    wanted_spans: int
     asked_s: float
     deadline_s: float
     stage: Stage = Stage.ASKED
-    coming_blocks: int | None = None
+    coming_spans: int | None = None
     """What the source has promised."""
     ahead: tuple[tuple[int, int], ...] = ()
     """Runs (first, count) that arrived before those in front of them."""
-    arrived_blocks: int = 0
+    arrived_spans: int = 0
     """The first ones, without a hole."""
     arrived_s: float = 0.0
     reason: str = ""
@@ -124,7 +124,7 @@ class Arrival:
 
     @property
     def whole(self) -> bool:
-        return self.arrived_blocks == self.wanted_blocks
+        return self.arrived_spans == self.wanted_spans
 
 
 Step = tuple[Arrival, tuple[Effect, ...]]
@@ -146,19 +146,19 @@ def _stay(arrival: Arrival, event: Event, now: float) -> Step:
 
 def _answered(arrival: Arrival, event: Answered, now: float) -> Step:
     match event.answer:
-        case PrefixComing(num_blocks=blocks) if 0 < blocks <= arrival.wanted_blocks:
-            return _end_when_there(replace(arrival, stage=Stage.COMING, coming_blocks=blocks))
+        case PrefixComing(num_spans=spans) if 0 < spans <= arrival.wanted_spans:
+            return _end_when_there(replace(arrival, stage=Stage.COMING, coming_spans=spans))
         case Declined(code=code, message=message):
             return _end(arrival, f"declined ({code}): {message}")
     return _end(arrival, f"answered with {event.answer!r:.80}")
 
 
 def _received(arrival: Arrival, event: Received, now: float) -> Step:
-    first, runs = arrival.arrived_blocks, dict(sorted((*arrival.ahead, (event.first, event.count))))
+    first, runs = arrival.arrived_spans, dict(sorted((*arrival.ahead, (event.first, event.count))))
     while first in runs:
         first += runs.pop(first)
-    after = replace(arrival, ahead=tuple(runs.items()), arrived_blocks=first, arrived_s=now)
-    if first == arrival.arrived_blocks:
+    after = replace(arrival, ahead=tuple(runs.items()), arrived_spans=first, arrived_s=now)
+    if first == arrival.arrived_spans:
         return after, ()
     ended, effects = _end_when_there(after)
     return ended, (Enter(first), *effects)
@@ -167,9 +167,9 @@ def _received(arrival: Arrival, event: Received, now: float) -> Step:
 def _end_when_there(arrival: Arrival) -> Step:
     if arrival.whole:  # whatever the answer, which others may overtake
         return _end(arrival, "")
-    if arrival.coming_blocks is None or arrival.arrived_blocks < arrival.coming_blocks:
+    if arrival.coming_spans is None or arrival.arrived_spans < arrival.coming_spans:
         return arrival, ()
-    return _end(arrival, f"the source had {arrival.coming_blocks} blocks")
+    return _end(arrival, "the source had no more")
 
 
 def _failed(arrival: Arrival, event: ReceiveFailed | SourceGaveUp | PeerLost, now: float) -> Step:

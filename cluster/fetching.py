@@ -23,10 +23,12 @@ from itertools import count
 from cluster import fetch as f
 from cluster.fetch import Arrival, Stage
 from engine.engine import Engine
+from engine.hashing import GRANULE
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.outgoing import Outgoing, Parting
+from kvtransfer.plan import Side, side_of, sizes_fit
 from kvtransfer.select import choose
 from tandem.messages import (
     Answer,
@@ -66,10 +68,19 @@ class _Flight:
 
     key: kv.LeaseKey
     arrival: Arrival
+    side: Side
     blocks: tuple[int, ...]
     given_up: str = ""
     """Why the source sends no more."""
     parting: Parting | None = None
+
+    @property
+    def arrived_pieces(self) -> int:
+        return self.arrival.arrived_spans // self.side.spans_per_piece
+
+    @property
+    def arrived_blocks(self) -> int:
+        return self.arrived_pieces * self.side.piece_tokens // self.side.cut.block_size
 
 
 class FetchDestination:
@@ -101,6 +112,8 @@ class FetchDestination:
         """Ask for the prefix of a request that was just queued in the engine. False: it will be computed."""
         if len(self._flights) >= self._limits.most_fetches or fetch.source == self._info.ref:
             return False
+        if not sizes_fit(fetch.block_size, self._info.block_size):
+            return False
         if self._transfers.cooling_s(fetch.source.peer) > 0 or self._engine.fetching(request_id):
             return False
         for before in tuple(self._flights.values()):
@@ -109,10 +122,13 @@ class FetchDestination:
         room = self._engine.fetch(request_id, fetch.tokens)
         if room is None:
             return False
-        me, size = self._info, self._engine.info.block_bytes
+        me, side = self._info, side_of(self._info, fetch.block_size)
+        here = room.held_blocks * me.block_size
+        start = here // fetch.block_size * fetch.block_size
         key = kv.LeaseKey(f"{request_id}<{fetch.source.peer}@{me.ref.peer}", next(self._generations))
+        spans = side.spans(room.block_ids, 0, side.pieces(len(room.block_ids) * me.block_size))
         try:
-            self._transfers.open(key, fetch.source.peer, [kv.Span(block * size, size) for block in room.block_ids])
+            self._transfers.open(key, fetch.source.peer, spans)
         except TransferError as error:
             log.info("%s: no fetch from %s: %s", request_id, fetch.source.name, error)
             self._engine.fetch_over(request_id)
@@ -121,19 +137,21 @@ class FetchDestination:
         arrival = Arrival(
             request_id=request_id,
             source=fetch.source,
-            wanted_blocks=len(room.block_ids),
+            wanted_spans=len(spans),
             asked_s=now,
             deadline_s=now + fetch.patience_s,
         )
-        flight = self._flights[key] = _Flight(key, arrival, room.block_ids)
+        flight = self._flights[key] = _Flight(key, arrival, side, room.block_ids)
         question = FetchPrefix(
             key.lease_id,
             key.generation,
-            room.keys,
+            room.keys[start // GRANULE :],
+            here - start,
             me.ref,
             self._transfers.addresses(),
             me.model_digest,
             me.layout,
+            me.block_size,
             fetch.patience_s,
         )
         self._asked[self._ask(fetch.source, question)] = flight
@@ -166,8 +184,8 @@ class FetchDestination:
         if flight is None:
             return False
         match event:
-            case kv.Received(first=first, count=blocks):
-                self._advance(flight, f.Received(first, blocks), now)
+            case kv.Received(first=first, count=spans):
+                self._advance(flight, f.Received(first, spans), now)
             case kv.ReceiveFailed(reason=reason):
                 self._advance(flight, f.ReceiveFailed(reason), now)
             case kv.Quiet():
@@ -212,29 +230,29 @@ class FetchDestination:
         flight.arrival, effects = f.advance(flight.arrival, event, now)
         for effect in effects:
             match effect:
-                case f.Enter(blocks=blocks):
-                    self._engine.fetched(flight.arrival.request_id, blocks)
+                case f.Enter():
+                    self._engine.fetched(flight.arrival.request_id, flight.arrived_blocks)
                 case f.Resume():
                     self._engine.fetch_over(flight.arrival.request_id)
-                    self._count(flight.arrival)
+                    self._count(flight)
                 case f.Close():
                     source, patience_s = flight.arrival.source.peer, self._limits.quiet_patience_s
                     flight.parting = Parting(self._transfers, source, now, patience_s)
                     self._transfers.close(flight.key)
 
-    def _count(self, arrival: Arrival) -> None:
-        source, blocks = arrival.source.name, arrival.arrived_blocks
+    def _count(self, flight: _Flight) -> None:
+        arrival, source, blocks = flight.arrival, flight.arrival.source.name, flight.arrived_blocks
         before = self._counters.get(source, FetchCounters(source))
         self._counters[source] = replace(
             before,
             fetches=before.fetches + (blocks > 0),
             blocks=before.blocks + blocks,
-            kv_bytes=before.kv_bytes + blocks * self._engine.info.block_bytes,
+            kv_bytes=before.kv_bytes + flight.arrived_pieces * flight.side.piece_bytes,
             seconds=before.seconds + (arrival.arrived_s - arrival.asked_s if blocks else 0.0),
             failed=before.failed + (not arrival.whole),
         )
         if arrival.reason:
-            told = f"{blocks} of {arrival.wanted_blocks} blocks came"
+            told = f"{blocks} of {len(flight.blocks)} blocks came"
             log.info("%s: fetch from %s ended early, %s: %s", arrival.request_id, source, told, arrival.reason)
         self._brought[arrival.request_id] = blocks * self._engine.info.block_size
         while len(self._brought) > REMEMBERED:
@@ -325,6 +343,9 @@ class FetchSource:
             if theirs != ours:
                 message = f"{what} is {theirs} there but {ours} here"
                 return Declined(Code.MISMATCH, message, by=me.ref.name)
+        if not sizes_fit(question.block_size, me.block_size):
+            message = f"blocks of {question.block_size} tokens there do not fit blocks of {me.block_size} here"
+            return Declined(Code.MISMATCH, message, by=me.ref.name)
         if len(self._loans) >= self._limits.most_lent:
             return Declined(Code.NO_ROOM, f"{len(self._loans)} prefixes are being sent already", by=me.ref.name)
         if kv.LeaseKey(question.fetch_id, question.generation) in self._loans:
@@ -337,16 +358,19 @@ class FetchSource:
             scheme = choose(dict(self._transfers.addresses()), theirs)
         except TransferError as error:
             return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=name)
-        blocks = self._engine.retain_prefix(question.keys)
-        if not blocks:
+        side, per_block = side_of(self._info, question.block_size), self._info.block_size // GRANULE
+        blocks = self._engine.retain_prefix(question.keys[per_block - 1 :: per_block])
+        begin, end = side.pieces(question.skipped_tokens), side.full_pieces(len(blocks) * self._info.block_size)
+        if begin >= end:
+            self._engine.unretain(blocks)
             return Declined(Code.NOT_FOUND, "none of these blocks is here any more", by=name)
-        key, size = kv.LeaseKey(question.fetch_id, question.generation), self._engine.info.block_bytes
-        outgoing = Outgoing(self._transfers, self._engine, size, key, peer, scheme, theirs[scheme])
-        most = max(1, self._limits.push_bytes // size)
+        key = kv.LeaseKey(question.fetch_id, question.generation)
+        outgoing = Outgoing(self._transfers, self._engine, side, key, peer, scheme, theirs[scheme], first_piece=begin)
+        most, patience_s = max(1, self._limits.push_bytes // side.piece_bytes), question.patience_s
         try:
-            for first in range(0, len(blocks), most):
-                part, patience_s = blocks[first : first + most], question.patience_s
-                outgoing.push(first, part, priority=AFTER_HANDOVERS, deadline_s=patience_s)
+            for first in range(begin, end, most):
+                count = min(most, end - first)
+                outgoing.push(blocks, first, count, priority=AFTER_HANDOVERS, deadline_s=patience_s)
         except TransferError as error:  # none can go when one cannot
             if outgoing:
                 outgoing.withdraw(now, self._limits.quiet_patience_s)
@@ -355,7 +379,7 @@ class FetchSource:
             self._engine.unretain(blocks)
             if outgoing:
                 self._loans[key] = _Loan(question.destination, outgoing)
-        return PrefixComing(question.fetch_id, len(blocks))
+        return PrefixComing(question.fetch_id, (end - begin) * side.spans_per_piece)
 
     def _tell(self, key: kv.LeaseKey, loan: _Loan) -> None:
         """Whoever waits for what failed; whether it hears that makes no difference here."""

@@ -339,13 +339,8 @@ def _limits(workers: tuple[WorkerInfo, ...]) -> ModelLimits:
     return ModelLimits(
         vocab_size=min(worker.vocab_size for worker in workers),
         max_model_len=min(worker.max_model_len for worker in workers),
-        kv_tokens=max(worker.total_blocks * _block_size(worker) for worker in deciding),
+        kv_tokens=max(worker.total_blocks * worker.block_size for worker in deciding),
     )
-
-
-def _block_size(worker: WorkerInfo) -> int:
-    """Tokens in a block, from the readable layout (`… block=16 …`)."""
-    return int(dict(part.split("=", 1) for part in worker.layout.split())["block"])
 
 
 def _encode(text: Text, ask: Ask, most: int) -> tuple[tuple[int, ...], ...]:

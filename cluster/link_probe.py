@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.engine import Engine
+from engine.hashing import GRANULE
 from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.layout import block_spans, cut
 from kvtransfer.outgoing import Parting
 from kvtransfer.rates import SAMPLE_BYTES
 from kvtransfer.select import choose
@@ -56,6 +58,8 @@ class _Probe:
     peer: str
     scheme: str
     blocks: tuple[int, ...]
+    spans: kv.Spans
+    """Of the lease; at the source, of one round."""
     rounds: int
     deadline_s: float
     parting: Parting | None = None
@@ -164,38 +168,42 @@ class LinkProbe:
         return None
 
     def _receive(self, source: WorkerRef, now: float) -> Answer:
-        me, size = self._info, self._engine.info.block_bytes
-        blocks = self._engine.scratch(-(-ROUND_BYTES // size))
+        me, unit = self._info, self._info.block_bytes // (self._info.block_size // GRANULE)
+        blocks = self._engine.scratch(-(-ROUND_BYTES // me.block_bytes))
         if not blocks:
             return Declined(Code.NO_ROOM, f"{me.ref.name} has too few free blocks to probe a link", by=me.ref.name)
         key = kv.LeaseKey(f"probe {source.peer}>{me.ref.peer}", next(self._generations))
+        spans = cut(block_spans(blocks * ROUNDS, me.block_bytes), unit)
         try:
-            self._transfers.open(key, source.peer, kv.Spans.of([kv.Span(b * size, size) for b in blocks * ROUNDS]))
+            self._transfers.open(key, source.peer, spans)
         except TransferError as error:
             self._engine.unretain(blocks)
             return Declined(Code.UNAVAILABLE, str(error), by=me.ref.name)
-        self._probe = _Probe(key, source.peer, "", blocks, ROUNDS, now + self._limits.deadline_s)
+        self._probe = _Probe(key, source.peer, "", blocks, spans, ROUNDS, now + self._limits.deadline_s)
         self._sends = False
         addresses = self._transfers.addresses()
-        question = SendProbe(key.lease_id, key.generation, len(blocks), ROUNDS, me.ref, addresses, me.layout)
+        each = len(spans) // ROUNDS
+        question = SendProbe(key.lease_id, key.generation, each, ROUNDS, me.ref, addresses, unit)
         self._asked.add(self._ask(source, question))
-        return ProbingLink(len(blocks) * size * ROUNDS)
+        return ProbingLink(spans.num_bytes)
 
     def _send(self, question: SendProbe, now: float) -> Answer:
         me, peer = self._info, question.destination.peer
-        if question.layout != me.layout:
-            return Declined(Code.MISMATCH, f"layout is {question.layout} there but {me.layout} here", by=me.ref.name)
+        if question.span_bytes <= 0 or me.block_bytes % question.span_bytes:
+            sizes = f"spans of {question.span_bytes} bytes do not divide blocks of {me.block_bytes} here"
+            return Declined(Code.MISMATCH, sizes, by=me.ref.name)
         theirs = dict(question.transports)
         try:
             scheme = choose(dict(self._transfers.addresses()), theirs)
             self._transfers.connect(peer, scheme, theirs[scheme])
         except TransferError as error:
             return Declined(Code.UNAVAILABLE, f"no way to {question.destination.name}: {error}", by=me.ref.name)
-        blocks = self._engine.scratch(question.num_blocks)
+        blocks = self._engine.scratch(-(-question.num_spans * question.span_bytes // me.block_bytes))
         if not blocks:
             return Declined(Code.NO_ROOM, f"{me.ref.name} has too few free blocks to probe a link", by=me.ref.name)
         key = kv.LeaseKey(question.probe_id, question.generation)
-        probe = _Probe(key, peer, scheme, blocks, question.rounds, now + self._limits.deadline_s)
+        spans = cut(block_spans(blocks, me.block_bytes), question.span_bytes)[: question.num_spans]
+        probe = _Probe(key, peer, scheme, blocks, spans, question.rounds, now + self._limits.deadline_s)
         if not self._push(probe, now):
             self._engine.unretain(blocks)
             return Declined(Code.UNAVAILABLE, f"cannot push to {question.destination.name}", by=me.ref.name)
@@ -204,13 +212,10 @@ class LinkProbe:
 
     def _push(self, probe: _Probe, now: float) -> bool:
         """The next round; where it lies in the lease follows from how many are left."""
-        size, num = self._engine.info.block_bytes, len(probe.blocks)
-        first = (ROUNDS - probe.rounds) * num
-        spans = kv.Spans.of([kv.Span(block * size, size) for block in probe.blocks])
-        left_s = probe.deadline_s - now
+        first, left_s = (ROUNDS - probe.rounds) * len(probe.spans), probe.deadline_s - now
         try:
             self._transfers.push(
-                probe.key, probe.peer, first, spans, scheme=probe.scheme, priority=LAST, deadline_s=left_s
+                probe.key, probe.peer, first, probe.spans, scheme=probe.scheme, priority=LAST, deadline_s=left_s
             )
         except TransferError:
             return False

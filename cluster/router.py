@@ -28,6 +28,7 @@ from cluster.probe_turns import Pair, ProbeTurns
 from cluster.replay import Replays
 from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
 from engine.types import EngineLoad, StepTimes
+from kvtransfer.plan import sizes_fit
 from tandem.messages import (
     Answer,
     Code,
@@ -137,7 +138,7 @@ class RouterState:
             known.info = info
             return None
         self._forget(name)
-        self._known[name] = _Known(info, _empty_load(info, self._config.model.block_size), reported_s=now)
+        self._known[name] = _Known(info, _empty_load(info), reported_s=now)
         self.index.add(name, info.ref.incarnation)
         return None
 
@@ -383,16 +384,9 @@ class RouterState:
         return ChainMap(self._links, {pair: rate for pair, (rate, _) in self._fetch_links.items()}, self._rates)
 
     def _mismatch(self, info: WorkerInfo) -> Declined | None:
-        others = (known.info for name, known in self._known.items() if name != info.ref.name)
-        other = next(others, None)
-        if other is None:
-            return None
-        for name in MUST_MATCH:
-            mine, theirs = getattr(info, name), getattr(other, name)
-            if mine != theirs:
-                message = f"{name} of {info.ref.name} is {mine!r}, of {other.ref.name} {theirs!r}; they must be equal"
-                return Declined(Code.MISMATCH, message, info.ref.name)
-        return None
+        others = [known.info for name, known in self._known.items() if name != info.ref.name]
+        why = next(filter(None, (mismatch(info, other) for other in others)), "")
+        return Declined(Code.MISMATCH, why, info.ref.name) if why else None
 
     def _routable(self, known: _Known) -> bool:
         name = known.info.ref.name
@@ -512,14 +506,26 @@ def _tightest_itl_s(config: TandemConfig) -> float | None:
     return min((sla.itl_s for sla in config.classes.values() if sla.itl_s is not None), default=None)
 
 
-def _empty_load(info: WorkerInfo, block_size: int) -> EngineLoad:
+def mismatch(info: WorkerInfo, other: WorkerInfo) -> str:
+    """Why these two cannot exchange KV; empty when they can."""
+    for name in MUST_MATCH:
+        mine, theirs = getattr(info, name), getattr(other, name)
+        if mine != theirs:
+            return f"{name} of {info.ref.name} is {mine!r}, of {other.ref.name} {theirs!r}; they must be equal"
+    if not sizes_fit(info.block_size, other.block_size):
+        sizes = f"block_size of {info.ref.name} is {info.block_size}, of {other.ref.name} {other.block_size}"
+        return f"{sizes}; the larger must be a multiple of the smaller"
+    return ""
+
+
+def _empty_load(info: WorkerInfo) -> EngineLoad:
     """Before the first report: nothing to do and everything free, with the step times' priors."""
     return EngineLoad(
         total_blocks=info.total_blocks,
         free_blocks=info.total_blocks,
         live_blocks=0,
         cached_blocks=0,
-        block_size=block_size,
+        block_size=info.block_size,
         running=0,
         waiting=0,
         leased_blocks=0,

@@ -41,4 +41,4 @@ def attach(
 
 def fingerprint(info: EngineInfo) -> str:
     """What two engines must have in common for one to read what the other left on disk."""
-    return f"{info.model_digest} {info.layout} {info.numerics} {info.hash_root.hex()}"
+    return f"{info.model_digest} {info.layout} block={info.block_size} {info.numerics} {info.hash_root.hex()}"

@@ -375,6 +375,9 @@ def describe(settings: WorkerSettings, engine: Engine, transfers: TransferEngine
         block_bytes=info.block_bytes,
         total_blocks=info.total_blocks,
         max_num_seqs=settings.max_num_seqs,
+        block_size=info.block_size,
+        kv_heads=info.kv_heads,
+        layers=info.layers,
         site=settings.site,
         transports=transfers.addresses(),
     )

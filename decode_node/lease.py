@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.types import FinishReason, Token
+from kvtransfer.plan import Side
 from tandem import machine
 from tandem.messages import Code, Commit, Committed, Declined, WorkerInfo, WorkerRef
 
@@ -168,11 +169,12 @@ class Moving:
 
     generated: int
     """Tokens that it had generated then."""
-    held_blocks: int
-    block_size: int
+    held_tokens: int
+    side: Side
 
     def spans_for(self, computed_tokens: int) -> int:
-        return -(-computed_tokens // self.block_size) - self.held_blocks
+        pieces = self.side.pieces(computed_tokens) - self.side.pieces(self.held_tokens)
+        return pieces * self.side.spans_per_piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +330,7 @@ def refuse(intake: Intake, commit: Commit) -> Declined | None:
         (Code.MISMATCH, "layout", commit.layout, me.layout),
         (Code.MISMATCH, "prompt tokens", commit.prompt_tokens, intake.prompt_tokens),
         (Code.MISMATCH, "first tokens", first, intake.sequences),
-        (Code.MISMATCH, "blocks beyond the lease", max(0, intake.wanted_spans(commit) - lease.num_spans), 0),
+        (Code.MISMATCH, "spans beyond the lease", max(0, intake.wanted_spans(commit) - lease.num_spans), 0),
     )
     for code, what, theirs, ours in pairs:
         if theirs != ours:
@@ -346,7 +348,7 @@ def _tick(intake: Intake, event: Tick, now: float) -> Step:
         return intake, ()
     if intake.lease is None:
         return _fail(intake, Declined(Code.DEADLINE, "no prefill worker asked for the reserved room in time"))
-    message = f"the lease ran out with {intake.received_spans} of {intake.lease.num_spans} blocks received"
+    message = f"the lease ran out with {intake.received_spans} of {intake.lease.num_spans} spans received"
     return _fail(intake, Declined(Code.UNAVAILABLE, message, by=intake.lease.source.name))
 
 

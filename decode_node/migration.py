@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.types import Request, Token
+from kvtransfer.plan import Side, side_of
 from tandem import machine
 from tandem.messages import (
     Answer,
@@ -57,7 +58,7 @@ class Stage(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveLimits:
     last_stage_blocks: int = 1
-    """The request pauses when no more full blocks than this are left to send."""
+    """The request pauses when no more full blocks (pieces) than this are left to send."""
     max_stages: int = 8
     spare_blocks: int = 4
     """Room asked for beyond what there is, for what becomes full during the copy."""
@@ -167,11 +168,10 @@ class AskDestination:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send the request's blocks `first_block` … + `num_blocks` - 1 as lease spans `first_span` …"""
+    """Send the request's pieces `first_piece` … + `num_pieces` - 1."""
 
-    first_span: int
-    first_block: int
-    num_blocks: int
+    first_piece: int
+    num_pieces: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +206,31 @@ Effect = AskDestination | Push | Pause | Resume | Leave | Withdraw | Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """All that is known of one move. Times are seconds on the worker's clock."""
+    """All that is known of one move. Times are seconds on the worker's clock.
+
+    A piece is what both ends count in: a block, of the smaller size if they have two (`kvtransfer.plan`).
+    """
 
     request: Request
     gateway_id: str
     source: WorkerInfo
     to: WorkerRef
-    block_size: int
     started_s: float
     limits: MoveLimits = MoveLimits()
     stage: Stage = Stage.ASKING
     history: tuple[str, ...] = ()
     grant: LeaseGranted | None = None
+    side: Side | None = None
+    """From the grant on."""
     granted_s: float = 0.0
     lease_until_s: float = 0.0
     renewing: bool = False
     computed_tokens: int = 0
     generated: tuple[int, ...] = ()
     stages: int = 0
-    pushed_blocks: int = 0
-    """Blocks held over there or handed to the transfer so far."""
-    tail_blocks: int = 0
+    pushed_pieces: int = 0
+    """Pieces held over there or handed to the transfer so far."""
+    tail_pieces: int = 0
     pushes: int = 0
     """Not acknowledged yet."""
     paused_s: float | None = None
@@ -237,18 +241,20 @@ class Migration:
     awaits_quiet: bool = False
 
     @property
-    def held_blocks(self) -> int:
-        return self.grant.held_tokens // self.block_size if self.grant else 0
+    def held_pieces(self) -> int:
+        return self.side.pieces(self.grant.held_tokens) if self.side and self.grant else 0
 
     @property
-    def room_blocks(self) -> int:
-        """Blocks that the lease has for it, those held already included."""
-        return self.held_blocks + (self.grant.num_spans if self.grant else 0)
+    def room_tokens(self) -> int:
+        """Tokens that the lease has room for, those held already included."""
+        if self.side is None or self.grant is None:
+            return 0
+        return (self.held_pieces + self.grant.num_spans // self.side.spans_per_piece) * self.side.piece_tokens
 
     @property
-    def full_blocks(self) -> int:
-        """Blocks that no later step writes to."""
-        return self.computed_tokens // self.block_size
+    def full_pieces(self) -> int:
+        """Those that no later step writes to."""
+        return self.side.full_pieces(self.computed_tokens) if self.side else 0
 
 
 Step = tuple[Migration, tuple[Effect, ...]]
@@ -259,8 +265,8 @@ def begin(migration: Migration, generated: tuple[int, ...]) -> Step:
     """Ask for room. `generated`: the ids of all tokens so far."""
     source, request = migration.source, migration.request
     written = len(request.token_ids) + len(generated)
-    most = -(-(len(request.token_ids) + request.sampling.max_tokens) // migration.block_size)
-    spare = min(migration.limits.spare_blocks, max(0, most - -(-written // migration.block_size)))
+    left = len(request.token_ids) + request.sampling.max_tokens - written
+    spare = max(0, min(migration.limits.spare_blocks * source.block_size, left))
     question = AskMove(
         request,
         migration.gateway_id,
@@ -268,6 +274,7 @@ def begin(migration: Migration, generated: tuple[int, ...]) -> Step:
         source.transports,
         source.model_digest,
         source.layout,
+        source.block_size,
         generated,
         spare,
     )
@@ -292,15 +299,16 @@ def _stepped(migration: Migration, event: Stepped, now: float) -> Step:
 
 
 def _granted(migration: Migration, event: Granted, now: float) -> Step:
-    grant = event.grant
+    grant, side = event.grant, side_of(migration.source, event.grant.block_size)
     leased = replace(
         migration,
         stage=Stage.COPYING,
         grant=grant,
+        side=side,
         awaits_grant=False,
         granted_s=now,
         lease_until_s=now + grant.expires_in_s,
-        pushed_blocks=grant.held_tokens // migration.block_size,
+        pushed_pieces=side.pieces(grant.held_tokens),
     )
     return (leased, (Pause(),)) if _is_full(leased) else _next_stage(leased)
 
@@ -312,7 +320,7 @@ def _denied(migration: Migration, event: Denied, now: float) -> Step:
 
 def _next_stage(migration: Migration) -> Step:
     """Send what became full since the last stage; when that is little, pause and send the rest."""
-    fresh = migration.full_blocks - migration.pushed_blocks
+    fresh = migration.full_pieces - migration.pushed_pieces
     if fresh <= migration.limits.last_stage_blocks or migration.stages >= migration.limits.max_stages:
         return migration, (Pause(),)
     sent, effects = _push(migration, fresh)
@@ -320,9 +328,8 @@ def _next_stage(migration: Migration) -> Step:
 
 
 def _push(migration: Migration, count: int) -> Step:
-    first = migration.pushed_blocks
-    sent = replace(migration, pushed_blocks=first + count, pushes=migration.pushes + 1)
-    return sent, (Push(first - migration.held_blocks, first, count),)
+    first = migration.pushed_pieces
+    return replace(migration, pushed_pieces=first + count, pushes=migration.pushes + 1), (Push(first, count),)
 
 
 def _stepped_on(migration: Migration, event: Stepped, now: float) -> Step:
@@ -332,7 +339,7 @@ def _stepped_on(migration: Migration, event: Stepped, now: float) -> Step:
 
 
 def _is_full(migration: Migration) -> bool:
-    return -(-(migration.computed_tokens + 1) // migration.block_size) > migration.room_blocks
+    return migration.computed_tokens + 1 > migration.room_tokens
 
 
 def _stage_sent(migration: Migration, event: PushDone, now: float) -> Step:
@@ -350,13 +357,12 @@ def _paused(migration: Migration, event: Paused, now: float) -> Step:
     paused = replace(
         migration, stage=Stage.COMMITTING, paused_s=now, computed_tokens=computed, generated=event.generated
     )
-    needed = -(-computed // migration.block_size)
-    if needed > paused.room_blocks:
-        message = f"it has outgrown its lease of {paused.room_blocks} blocks"
+    if computed > paused.room_tokens or paused.side is None:
+        message = f"it has outgrown its lease of {paused.room_tokens} tokens"
         return _fail(paused, Code.INTERNAL, message, by=migration.source.ref.name)
     effects: tuple[Effect, ...] = ()
-    if tail := needed - paused.pushed_blocks:
-        paused, effects = _push(replace(paused, tail_blocks=tail), tail)
+    if tail := paused.side.pieces(computed) - paused.pushed_pieces:
+        paused, effects = _push(replace(paused, tail_pieces=tail), tail)
     committing, commit = _commit(paused)
     return committing, effects + commit
 
@@ -488,13 +494,14 @@ def _quiet(migration: Migration, event: Quiet, now: float) -> Step:
 
 def _report(migration: Migration, now: float) -> MigrationReport:
     assert migration.grant is not None
+    assert migration.side is not None
     assert migration.paused_s is not None
-    blocks = migration.pushed_blocks - migration.held_blocks
+    pieces = migration.pushed_pieces - migration.held_pieces
     return MigrationReport(
         stages=migration.stages,
-        kv_blocks=blocks,
-        kv_bytes=blocks * migration.source.block_bytes,
-        tail_blocks=migration.tail_blocks,
+        kv_blocks=pieces,
+        kv_bytes=pieces * migration.side.piece_bytes,
+        tail_blocks=migration.tail_pieces,
         transport=migration.grant.scheme,
         copy_s=migration.paused_s - migration.granted_s,
         pause_s=now - migration.paused_s,

@@ -99,7 +99,6 @@ class Mover:
                 gateway_id=gateway_id,
                 source=self._info,
                 to=to,
-                block_size=self._engine.info.block_size,
                 started_s=now,
                 limits=self._limits,
             ),
@@ -248,19 +247,28 @@ class Mover:
 
     def _push(self, move: _Move, push: m.Push) -> Iterable[m.Event]:
         """Give the blocks to the transfer, which owns them too from here on."""
-        blocks = self._engine.block_table(move.request_id)[push.first_block : push.first_block + push.num_blocks]
+        blocks, patience_s = self._engine.block_table(move.request_id), self._limits.push_patience_s
         try:
-            self._outgoing(move).push(push.first_span, blocks, deadline_s=self._limits.push_patience_s)
+            self._outgoing(move).push(blocks, push.first_piece, push.num_pieces, deadline_s=patience_s)
         except TransferError as error:
             return [m.PushFailed(str(error))]
         return []
 
     def _outgoing(self, move: _Move) -> Outgoing:
         if move.outgoing is None:
-            grant = move.migration.grant
+            grant, side = move.migration.grant, move.migration.side
             assert grant is not None
-            size, peer = self._engine.info.block_bytes, grant.destination.peer
-            move.outgoing = Outgoing(self._transfers, self._engine, size, move.key, peer, grant.scheme, grant.address)
+            assert side is not None
+            move.outgoing = Outgoing(
+                self._transfers,
+                self._engine,
+                side,
+                move.key,
+                grant.destination.peer,
+                grant.scheme,
+                grant.address,
+                first_piece=move.migration.held_pieces,
+            )
         return move.outgoing
 
 

@@ -34,6 +34,7 @@ from kvtransfer import types as kv
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.outgoing import Parting
+from kvtransfer.plan import side_of
 from kvtransfer.select import choose
 from tandem.messages import (
     ENDS_ALL,
@@ -95,8 +96,8 @@ class Guest:
     key: kv.LeaseKey | None = None
     pinned: tuple[int, ...] = ()
     generated: tuple[int, ...] = ()
-    """Of one that moves here: its tokens when it asked for room, and the blocks to spare that it asked for."""
-    spare_blocks: int = 0
+    """Of one that moves here: its tokens when it asked for room, and how many more it asked room for."""
+    spare_tokens: int = 0
     parting: Parting | None = None
 
 
@@ -178,7 +179,7 @@ class DecodeNode:
             self._reply(ask_id, refusal)
             return
         guest = Guest(ask.request, ask.gateway_id, self._intake(ask.request, ask.source, now), {0})
-        guest.generated, guest.spare_blocks = ask.generated, ask.spare_blocks
+        guest.generated, guest.spare_tokens = ask.generated, ask.spare_tokens
         guest.told[0] = len(ask.generated)
         answer = self._grant(guest, ask, now)
         if isinstance(answer, LeaseGranted):
@@ -368,6 +369,10 @@ class DecodeNode:
             if theirs != ours:
                 message = f"{what} is {theirs} at {ask.source.name} but {ours} at {me.ref.name}"
                 return Declined(Code.MISMATCH, message, by=me.ref.name)
+        try:
+            side_of(me, ask.block_size)
+        except ValueError as error:
+            return Declined(Code.MISMATCH, f"{ask.source.name} and {me.ref.name} have {error}", by=me.ref.name)
         return None
 
     def _refuse_lease(self, guest: Guest | None, ask: AskLease) -> Declined | None:
@@ -400,7 +405,9 @@ class DecodeNode:
         verdict = admission.decide(wish, self._room(now), claims, watermark=self._limits.watermark)
         leased = None
         if verdict.granted:
-            leased = self._engine.lease(guest.request, guest.generated, spare_blocks=guest.spare_blocks)
+            size, context = self._info.block_size, len(guest.request.token_ids) + len(guest.generated)
+            spare_blocks = -(-(context + guest.spare_tokens) // size) - -(-context // size)
+            leased = self._engine.lease(guest.request, guest.generated, spare_blocks=spare_blocks)
         if leased is not None:
             self._claims = claims
             return leased
@@ -433,29 +440,33 @@ class DecodeNode:
 
     def _open(self, guest: Guest, ask: AskLease | AskMove, leased: BlockLease, scheme: str, now: float) -> LeaseGranted:
         """Open the lease for this source, and give the transfer its own reference on the blocks to be filled."""
-        size, me, request_id = self._engine.info.block_bytes, self._info.ref, guest.request.request_id
-        held = leased.held_tokens // self._engine.info.block_size
-        blocks = leased.block_ids[held:]
+        size, me, request_id = self._engine.info.block_size, self._info.ref, guest.request.request_id
+        side = side_of(self._info, ask.block_size)
+        held = side.pieces(leased.held_tokens)
+        room = len(leased.block_ids) * size if guest.generated else len(guest.request.token_ids)
+        blocks = leased.block_ids[leased.held_tokens // size :]
         key = kv.LeaseKey(f"{request_id}@{me.peer}", next(self._generations))
         if guest.generated:
-            moving = Moving(len(guest.generated), held, self._engine.info.block_size)
+            moving = Moving(len(guest.generated), leased.held_tokens, side)
             guest.intake = replace(guest.intake, moving=moving)
+        spans = side.spans(leased.block_ids, held, side.pieces(room) - held)
         self._engine.retain(blocks)
-        self._transfers.open(key, ask.source.peer, [kv.Span(block * size, size) for block in blocks])
+        self._transfers.open(key, ask.source.peer, spans)
         guest.key, guest.pinned = key, blocks
         guest.grant = LeaseGranted(
             request_id,
             key.lease_id,
             key.generation,
             leased.held_tokens,
-            len(blocks),
+            len(spans),
             self._limits.lease_s,
             me,
             scheme,
             dict(self._transfers.addresses())[scheme],
+            size,
         )
         self._by_lease[key.lease_id] = guest
-        opened = d.LeaseOpened(key.lease_id, key.generation, ask.source, len(blocks), now + self._limits.lease_s)
+        opened = d.LeaseOpened(key.lease_id, key.generation, ask.source, len(spans), now + self._limits.lease_s)
         self._advance(guest, opened, now)
         return guest.grant
 

@@ -90,6 +90,8 @@ class Engine:
             model=facts.model,
             model_digest=facts.model_digest,
             layout=facts.layout,
+            kv_heads=facts.kv_heads,
+            layers=facts.layers,
             numerics=config.numerics,
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             vocab_size=facts.vocab_size,

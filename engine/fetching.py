@@ -11,7 +11,6 @@ reference of its own on blocks that it may still write to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
@@ -20,10 +19,11 @@ from engine.sequence import Sequence, State
 
 @dataclass(frozen=True, slots=True)
 class PrefixRoom:
-    """Blocks to be filled, and for each the key of its last granule, by which others know its content."""
+    """Blocks to be filled, which come after `held_blocks` that are here; `keys` are those of all granules of both."""
 
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    held_blocks: int
 
 
 @dataclass(slots=True)
@@ -49,15 +49,15 @@ class Fetching:
         return name in self._fetches
 
     def begin(self, seq: Sequence, found: list[int], keys: list[tuple[bytes, ...]]) -> PrefixRoom | None:
-        """Blocks for `keys` (all granules' of each), which come after those `found`; None when there is no room."""
+        """Blocks for what `keys` (all granules' of each) name beyond those `found`; None when there is no room."""
         self._pool.retain(found)
-        fresh = self._pool.allocate(len(keys))
+        fresh = self._pool.allocate(len(keys) - len(found))
         if fresh is None:
             self._pool.release(found)
             return None
-        self._fetches[seq.name] = _Fetch(seq, found, fresh, keys)
+        self._fetches[seq.name] = _Fetch(seq, found, fresh, keys[len(found) :])
         seq.state = State.LOADING
-        return PrefixRoom(tuple(granules[-1] for granules in keys), tuple(fresh))
+        return PrefixRoom(tuple(key for granules in keys for key in granules), tuple(fresh), len(found))
 
     def arrived(self, name: str, blocks: int) -> bool:
         """The first `blocks` of the fetch are complete; False when it is over."""
@@ -93,9 +93,3 @@ class Fetching:
         for name, fetch in self._fetches.items():
             assert fetch.seq.state is State.LOADING, f"{name} is fetched for and is {fetch.seq.state}"
             assert not fetch.seq.blocks, f"{name} holds blocks while its prefix is fetched"
-
-
-def missing(pool: BlockPool, keys: Seq[tuple[bytes, ...]]) -> tuple[list[int], list[tuple[bytes, ...]]]:
-    """The blocks of the leading keys that the pool holds, and the keys after them."""
-    found = pool.match(granules[-1] for granules in keys)
-    return found, list(keys[len(found) :])

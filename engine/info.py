@@ -12,7 +12,9 @@ class ModelFacts:
     model: str
     model_digest: str
     layout: str
-    """Readable KV layout, for example `layers=30 kv_heads=3 head_dim=64 block=16 dtype=float32`."""
+    """Readable layout of one token's KV, for example `layers=30 kv_heads=3 head_dim=64 dtype=float32`."""
+    kv_heads: int
+    layers: int
     max_model_len: int
     vocab_size: int
     block_bytes: int
@@ -22,11 +24,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """`model_digest`, `layout` and `numerics` must be equal for two engines to exchange KV."""
+    """`model_digest`, `layout` and `numerics` must be equal for two engines to exchange KV, and the larger `block_size`
+    a multiple of the smaller."""
 
     model: str
     model_digest: str
     layout: str
+    kv_heads: int
+    layers: int
     numerics: str
     max_model_len: int
     vocab_size: int

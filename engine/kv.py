@@ -55,10 +55,11 @@ class KVLayout:
         return self.num_blocks * self.block_bytes
 
     def describe(self) -> str:
-        """What two workers must have in common to read each other's blocks; the number of blocks is not part of it."""
+        """What two workers must have in common to read each other's KV; how many blocks of how many tokens it is cut
+        into is not part of it."""
         return (
             f"order=page-first layers={self.layers} kv_heads={self.kv_heads} head_dim={self.head_dim}"
-            f" block={self.block_size} dtype={str(self.dtype).removeprefix('torch.')}"
+            f" dtype={str(self.dtype).removeprefix('torch.')}"
         )
 
 

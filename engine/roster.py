@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from engine.blocks import BlockPool
 from engine.family import Family
-from engine.fetching import Fetching, PrefixRoom, missing
+from engine.fetching import Fetching, PrefixRoom
 from engine.hashing import GRANULE, PrefixHasher
 from engine.sequence import Sequence, State
 from engine.swap import SwapSlots
@@ -98,14 +98,15 @@ class Roster:
         nothing, when another's fetch brings it already, or when it or the first in the queue would lack room."""
         if seq.state is not State.WAITING or seq.preemptions or seq.wants_prompt_logprobs:
             return None
-        found, wanted = missing(self.pool, self._block_granules(seq, min(tokens, len(seq.tokens) - 1)))
+        keys = self._block_granules(seq, min(tokens, len(seq.tokens) - 1))
+        found = self.pool.match(granules[-1] for granules in keys)
         first = next(iter(self.swapped or self.waiting), seq)
         promised = self._blocks_for(first) if first is not seq else 0
-        if not wanted or self.fetching.brings(wanted[0][-1]):
+        if len(found) == len(keys) or self.fetching.brings(keys[len(found)][-1]):
             return None
         if not self._has_room(seq, found, self._headroom(seq) + promised):
             return None
-        return self.fetching.begin(seq, found, wanted)
+        return self.fetching.begin(seq, found, keys)
 
     def lease(
         self, request: Request, now: float, generated: Iterable[int] = (), spare_blocks: int = 0

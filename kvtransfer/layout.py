@@ -24,6 +24,14 @@ def block_spans(block_ids: Iterable[int], block_bytes: int) -> Spans:
     return Spans(ids * block_bytes, np.full(len(ids), block_bytes, "<i8"))
 
 
+def cut(spans: Spans, length: int) -> Spans:
+    """The same bytes in the same order in spans of `length`, which divides the length of each."""
+    counts = spans.lengths // length
+    starts = np.repeat(spans.offsets, counts)
+    within = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Spans(starts + within * length, np.full(len(starts), length))
+
+
 def coalesce(spans: Sequence[Span], max_bytes: int | None = None) -> Spans:
     """The same bytes in the same order with neighbours joined, none longer than `max_bytes` unless it came so."""
     return group(spans, runs(spans, max_bytes))

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
-from kvtransfer.types import LeaseKey, PeerId, Span
+from kvtransfer.plan import Side
+from kvtransfer.types import LeaseKey, PeerId
 
 
 class BlockOwners(Protocol):
@@ -40,48 +41,55 @@ class Parting:
 
 
 class Outgoing:
-    """Blocks under way into one lease, by push. Blocks are `block_bytes` each, block i at i * `block_bytes`."""
+    """Pieces of one sequence under way into one lease, by push. The lease's spans begin with `first_piece`."""
 
     def __init__(
         self,
         transfers: TransferEngine,
         owners: BlockOwners,
-        block_bytes: int,
+        side: Side,
         key: LeaseKey,
         peer: PeerId,
         scheme: str,
         address: bytes,
+        *,
+        first_piece: int = 0,
     ) -> None:
         self.key = key
         self._transfers = transfers
         self._owners = owners
-        self._block_bytes = block_bytes
+        self._side = side
         self._peer = peer
         self._scheme = scheme
         self._address = address
-        self._pushes: dict[int, Sequence[int]] = {}
+        self._first_piece = first_piece
+        self._pushes: dict[int, tuple[Sequence[int], int]] = {}
         self._parting: Parting | None = None
 
-    def push(self, first_span: int, blocks: Sequence[int], *, priority: int = 0, deadline_s: float) -> None:
-        """Send `blocks` into the lease's spans `first_span` … Raises `TransferError`; then they are not owned here."""
-        size = self._block_bytes
-        spans = [Span(block * size, size) for block in blocks]
-        self._owners.retain(blocks)
+    def push(
+        self, blocks: Sequence[int], first_piece: int, num_pieces: int, *, priority: int = 0, deadline_s: float
+    ) -> None:
+        """Send pieces `first_piece` … of the sequence that lies in `blocks`. Raises `TransferError`; then none of them
+        is owned here."""
+        spans = self._side.spans(blocks, first_piece, num_pieces)
+        first_span = (first_piece - self._first_piece) * self._side.spans_per_piece
+        read = [blocks[index] for index in self._side.blocks(first_piece, num_pieces)]
+        self._owners.retain(read)
         try:
             self._transfers.connect(self._peer, self._scheme, self._address)
             push_id = self._transfers.push(
                 self.key, self._peer, first_span, spans, scheme=self._scheme, priority=priority, deadline_s=deadline_s
             )
         except TransferError:
-            self._owners.unretain(blocks)
+            self._owners.unretain(read)
             raise
-        self._pushes[push_id] = blocks
+        self._pushes[push_id] = read, num_pieces
 
     def done(self, push_id: int) -> int:
-        """A push was acknowledged; how many blocks it had."""
-        blocks = self._pushes.pop(push_id)
-        self._owners.unretain(blocks)
-        return len(blocks)
+        """A push was acknowledged; how many pieces it had."""
+        read, num_pieces = self._pushes.pop(push_id)
+        self._owners.unretain(read)
+        return num_pieces
 
     def withdraw(self, now: float, patience_s: float) -> None:
         """Send no more; one `Quiet` follows. Asking again changes nothing."""
@@ -91,8 +99,8 @@ class Outgoing:
 
     def quiet(self) -> None:
         """Nothing of the lease is read any more."""
-        for blocks in self._pushes.values():
-            self._owners.unretain(blocks)
+        for read, _ in self._pushes.values():
+            self._owners.unretain(read)
         self._pushes.clear()
 
     def tick(self, now: float) -> None:

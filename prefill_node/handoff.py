@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.types import FinishReason, Token
+from kvtransfer.plan import Side, side_of
 from tandem import machine
 from tandem.messages import (
     Answer,
@@ -100,7 +101,7 @@ class ComputeFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushDone:
-    num_blocks: int
+    num_pieces: int
     num_bytes: int
     duration_s: float
 
@@ -174,11 +175,10 @@ class AskDecode:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send the prompt's blocks `first_block` … + `num_blocks` - 1 as lease spans `first_span` …"""
+    """Send the prompt's pieces `first_piece` … + `num_pieces` - 1."""
 
-    first_span: int
-    first_block: int
-    num_blocks: int
+    first_piece: int
+    num_pieces: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +210,15 @@ Effect = AskDecode | Push | Withdraw | Reply | ReleaseSource | AbortSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
-    """All that is known of one hand-over. Times are seconds on the worker's clock."""
+    """All that is known of one hand-over. Times are seconds on the worker's clock.
+
+    A piece is what both ends count in: a block, of the smaller size if they have two (`kvtransfer.plan`).
+    """
 
     request_id: str
     source: WorkerInfo
     decode: WorkerRef
     prompt_tokens: int
-    block_size: int
     alone: bool
     """max_tokens=1: the first token ends it, so decode is never asked."""
     submitted_s: float
@@ -228,11 +230,13 @@ class Handoff:
     cached_tokens: int = 0
     first: FirstToken | None = None
     grant: LeaseGranted | None = None
+    side: Side | None = None
+    """From the grant on."""
     lease_until_s: float = 0.0
     renewing: bool = False
-    pushed_blocks: int = 0
-    """Blocks of the prompt held by decode or handed to the transfer so far."""
-    sent_blocks: int = 0
+    pushed_pieces: int = 0
+    """Pieces of the prompt held by decode or handed to the transfer so far."""
+    sent_pieces: int = 0
     sent_bytes: int = 0
     transfer_s: float = 0.0
     commit_open: bool = False
@@ -243,18 +247,18 @@ class Handoff:
     awaits_quiet: bool = False
 
     @property
-    def num_blocks(self) -> int:
-        return -(-self.prompt_tokens // self.block_size)
+    def num_pieces(self) -> int:
+        return self.side.pieces(self.prompt_tokens) if self.side else 0
 
     @property
-    def held_blocks(self) -> int:
-        return self.grant.held_tokens // self.block_size if self.grant else 0
+    def held_pieces(self) -> int:
+        return self.side.pieces(self.grant.held_tokens) if self.side and self.grant else 0
 
     @property
-    def final_blocks(self) -> int:
-        """Blocks that no later chunk writes to; the last, partial one is final with the whole prompt."""
+    def final_pieces(self) -> int:
+        """Those that no later chunk writes to; the last, partial one is final with the whole prompt."""
         whole = self.computed_tokens >= self.prompt_tokens
-        return self.num_blocks if whole else self.computed_tokens // self.block_size
+        return self.num_pieces if whole or not self.side else self.side.full_pieces(self.computed_tokens)
 
 
 Step = tuple[Handoff, tuple[Effect, ...]]
@@ -278,22 +282,25 @@ def _scheduled(handoff: Handoff, event: Scheduled, now: float) -> Step:
     if handoff.alone:
         return replace(handoff, stage=Stage.ALONE, scheduled_s=now), ()
     source = handoff.source
-    question = AskLease(handoff.request_id, source.ref, source.transports, source.model_digest, source.layout)
+    question = AskLease(
+        handoff.request_id, source.ref, source.transports, source.model_digest, source.layout, source.block_size
+    )
     return replace(handoff, stage=Stage.ASKING, scheduled_s=now, awaits_grant=True), (AskDecode(question),)
 
 
 def _granted(handoff: Handoff, event: Granted, now: float) -> Step:
-    grant = event.grant
+    grant, side = event.grant, side_of(handoff.source, event.grant.block_size)
     leased = replace(
         handoff,
         stage=Stage.PUSHING,
         grant=grant,
+        side=side,
         awaits_grant=False,
         lease_until_s=now + grant.expires_in_s,
-        pushed_blocks=grant.held_tokens // handoff.block_size,
+        pushed_pieces=side.pieces(grant.held_tokens),
     )
-    if leased.pushed_blocks + grant.num_spans != leased.num_blocks:
-        counts = f"{leased.pushed_blocks} held + {grant.num_spans} spans for {leased.num_blocks} blocks"
+    if grant.num_spans != (leased.num_pieces - leased.held_pieces) * side.spans_per_piece:
+        counts = f"{grant.held_tokens} tokens held + {grant.num_spans} spans for {leased.prompt_tokens} tokens"
         return _fail(leased, Code.MISMATCH, f"lease does not fit the prompt: {counts}", now)
     return _push_and_commit(leased, now)
 
@@ -336,11 +343,11 @@ def _push_and_commit(handoff: Handoff, now: float) -> Step:
     Commit does not wait for the pushes' acknowledgements: decode accepts it only when every receive is complete.
     """
     effects: tuple[Effect, ...] = ()
-    fresh = handoff.final_blocks - handoff.pushed_blocks
+    fresh = handoff.final_pieces - handoff.pushed_pieces
     if fresh > 0:
-        effects = (Push(handoff.pushed_blocks - handoff.held_blocks, handoff.pushed_blocks, fresh),)
-        handoff = replace(handoff, pushed_blocks=handoff.final_blocks)
-    if handoff.first is None or handoff.pushed_blocks < handoff.num_blocks:
+        effects = (Push(handoff.pushed_pieces, fresh),)
+        handoff = replace(handoff, pushed_pieces=handoff.final_pieces)
+    if handoff.first is None or handoff.pushed_pieces < handoff.num_pieces:
         return handoff, effects
     committing, commit = _commit(replace(handoff, stage=Stage.COMMITTING), now)
     return committing, effects + commit
@@ -387,7 +394,7 @@ def _push_done(handoff: Handoff, event: PushDone, now: float) -> Step:
     return (
         replace(
             handoff,
-            sent_blocks=handoff.sent_blocks + event.num_blocks,
+            sent_pieces=handoff.sent_pieces + event.num_pieces,
             sent_bytes=handoff.sent_bytes + event.num_bytes,
             transfer_s=handoff.transfer_s + event.duration_s,
         ),
@@ -400,7 +407,7 @@ def _settled_push(handoff: Handoff, event: PushDone, now: float) -> Step:
 
 
 def _end_when_settled(handoff: Handoff, now: float) -> Step:
-    if handoff.sent_blocks < handoff.pushed_blocks - handoff.held_blocks:
+    if handoff.sent_pieces < handoff.pushed_pieces - handoff.held_pieces:
         return handoff, ()
     return _handed_over(handoff, None, now)
 
@@ -526,8 +533,8 @@ def _report(handoff: Handoff, now: float) -> HandoffReport:
         decode_held_tokens=handoff.grant.held_tokens if handoff.grant else 0,
         computed_tokens=handoff.computed_tokens - handoff.cached_tokens,
         kv_bytes=handoff.sent_bytes,
-        kv_blocks=handoff.sent_blocks,
-        transport=handoff.grant.scheme if handoff.grant and handoff.sent_blocks else "",
+        kv_blocks=handoff.sent_pieces,
+        transport=handoff.grant.scheme if handoff.grant and handoff.sent_pieces else "",
         queue_s=handoff.scheduled_s - handoff.submitted_s,
         prefill_s=handoff.computed_s - handoff.scheduled_s,
         transfer_s=handoff.transfer_s,

@@ -108,7 +108,6 @@ class PrefillNode:
             source=self._info,
             decode=submit.decode,
             prompt_tokens=len(request.token_ids),
-            block_size=self._engine.info.block_size,
             alone=request.sampling.max_tokens == 1,
             submitted_s=now,
         )
@@ -257,22 +256,29 @@ class PrefillNode:
 
     def _push(self, flight: Flight, push: h.Push) -> Iterable[h.Event]:
         """Give the blocks to the transfer, which owns them too from here on."""
-        table = self._engine.block_table(flight.request.request_id)
-        blocks = table[push.first_block : push.first_block + push.num_blocks]
+        blocks = self._engine.block_table(flight.request.request_id)
         priority, patience_s = -flight.request.priority, self._limits.push_patience_s
         try:
-            self._outgoing(flight).push(push.first_span, blocks, priority=priority, deadline_s=patience_s)
+            outgoing = self._outgoing(flight)
+            outgoing.push(blocks, push.first_piece, push.num_pieces, priority=priority, deadline_s=patience_s)
         except TransferError as error:
             return [h.PushFailed(str(error))]
         return []
 
     def _outgoing(self, flight: Flight) -> Outgoing:
         if flight.outgoing is None:
-            grant = flight.handoff.grant
-            assert grant is not None
-            size, peer = self._engine.info.block_bytes, grant.destination.peer
+            handoff = flight.handoff
+            assert handoff.grant is not None
+            assert handoff.side is not None
             flight.outgoing = Outgoing(
-                self._transfers, self._engine, size, flight.key, peer, grant.scheme, grant.address
+                self._transfers,
+                self._engine,
+                handoff.side,
+                flight.key,
+                handoff.grant.destination.peer,
+                handoff.grant.scheme,
+                handoff.grant.address,
+                first_piece=handoff.held_pieces,
             )
         return flight.outgoing
 

@@ -64,7 +64,8 @@ class WorkerRef:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker says of itself when it registers. Two workers are compatible when `model_digest`, `layout` and
-    `numerics` are equal; `layout` is readable, so that a refusal can show both values."""
+    `numerics` are equal, and the larger `block_size` is a multiple of the smaller; `layout` is readable, so that a
+    refusal can show both values."""
 
     ref: WorkerRef
     role: str
@@ -72,13 +73,17 @@ class WorkerInfo:
     model: str
     model_digest: str
     layout: str
-    """For example `layers=30 kv_heads=3 head_dim=64 block=16 dtype=float32`."""
+    """Of one token's KV, for example `layers=30 kv_heads=3 head_dim=64 dtype=float32`."""
     numerics: str
     max_model_len: int
     vocab_size: int
     block_bytes: int
     total_blocks: int
     max_num_seqs: int
+    block_size: int
+    """Tokens in a block."""
+    kv_heads: int
+    layers: int
     site: str = "local"
     transports: tuple[tuple[str, bytes], ...] = ()
     """(scheme, address), best first. Secret: only over the authenticated control plane."""
@@ -86,12 +91,13 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """To whoever computes a prompt: the KV of its first `tokens` is faster had from `source`. What has not come after
-    `patience_s` is computed."""
+    """To whoever computes a prompt: the KV of its first `tokens` is faster had from `source`, whose blocks have
+    `block_size` tokens. What has not come after `patience_s` is computed."""
 
     source: WorkerRef
     tokens: int
     patience_s: float
+    block_size: int
 
 
 # -- gateway → worker --------------------------------------------------------------------------------------------
@@ -130,6 +136,7 @@ class HandoffReport:
     computed_tokens: int = 0
     kv_bytes: int = 0
     kv_blocks: int = 0
+    """Where the two ends have blocks of two sizes: of the smaller one."""
     transport: str = ""
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -194,11 +201,13 @@ class AskLease:
     transports: tuple[tuple[str, bytes], ...]
     model_digest: str
     layout: str
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """Spans 0 … `num_spans` - 1 stand for the prompt's blocks after the first `held_tokens // block_size`."""
+    """Spans 0 … `num_spans` - 1 stand for the prompt's KV after the first `held_tokens`, piece by piece as a
+    `kvtransfer.plan.Side` numbers it. `block_size` is the destination's."""
 
     request_id: str
     lease_id: str
@@ -209,6 +218,7 @@ class LeaseGranted:
     destination: WorkerRef
     scheme: str
     address: bytes
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,25 +275,28 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class FetchPrefix:
-    """Push me what you hold of these blocks. `keys`: of each block, in order, the key of its last granule; it stands
-    for model, salt and all tokens before. The lease `fetch_id` with a span for each is open for you already."""
+    """Push me what you hold of these tokens. `keys`: of each granule of them, in order, from the start of a block of
+    yours on; it stands for model, salt and all tokens before. The lease `fetch_id` is open for you already, with spans
+    for all but the first `skipped_tokens`, as a `kvtransfer.plan.Side` numbers them. `block_size` is the asker's."""
 
     fetch_id: str
     generation: int
     keys: tuple[bytes, ...]
+    skipped_tokens: int
     destination: WorkerRef
     transports: tuple[tuple[str, bytes], ...]
     model_digest: str
     layout: str
+    block_size: int
     patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixComing:
-    """The first `num_blocks` of them are on their way, in several pushes."""
+    """The first `num_spans` of the lease are on their way, in several pushes."""
 
     fetch_id: str
-    num_blocks: int
+    num_spans: int
 
 
 # -- a running request moves from one decode worker to another ---------------------------------------------------
@@ -322,7 +335,7 @@ class Migrated:
 @dataclass(frozen=True, slots=True)
 class AskMove:
     """Room for this running request, please, whose KV `source` will push while it goes on decoding. `generated`: the
-    token ids so far. The lease is for these and `spare_blocks` more, for those still to come."""
+    token ids so far. The lease is for these and `spare_tokens` more, for those still to come."""
 
     request: Request
     gateway_id: str
@@ -330,8 +343,9 @@ class AskMove:
     transports: tuple[tuple[str, bytes], ...]
     model_digest: str
     layout: str
+    block_size: int
     generated: tuple[int, ...]
-    spare_blocks: int = 0
+    spare_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,16 +381,16 @@ class ProbingLink:
 
 @dataclass(frozen=True, slots=True)
 class SendProbe:
-    """Push me `rounds` times `num_blocks` blocks of any content, one round after the other. The lease `probe_id` is
-    open, with a span for each block of each round."""
+    """Push me `rounds` times `num_spans` spans of any content, one round after the other. The lease `probe_id` is open,
+    with a span of `span_bytes`, a block's part that all block sizes are multiples of, for each of each round."""
 
     probe_id: str
     generation: int
-    num_blocks: int
+    num_spans: int
     rounds: int
     destination: WorkerRef
     transports: tuple[tuple[str, bytes], ...]
-    layout: str
+    span_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,9 @@ def test_random_bytes_raise_wire_errors_only(data: bytes) -> None:
 SAMPLES = [
     m.Forward(REF, m.Submit(Request(request_id="r", token_ids=tuple(range(40)), deadline_s=2000.0), REF)),
     m.FrameFor("g", m.Frame("d", "i", 1, (m.Delta("r", 0, (Token(1, -0.5, ((2, -0.5),)),), FinishReason.STOP),))),
-    m.WorkerInfo(REF, "decode", "m", "d", "l", "n", 8192, 49152, 4096, 10, 4, transports=(("ucx", b"\x00\xff"),)),
+    m.WorkerInfo(
+        REF, "decode", "m", "d", "l", "n", 8192, 49152, 4096, 10, 4, 16, 3, 30, transports=(("ucx", b"\x00\xff"),)
+    ),
 ]
 
 

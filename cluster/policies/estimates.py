@@ -32,6 +32,8 @@ class FetchPlan:
     tokens: int
     cost_s: float
     saved_s: float
+    block_size: int
+    """Of the source."""
 
     def told(self) -> str:
         times = f"in {self.cost_s * 1e3:.1f} ms, computing {self.saved_s * 1e3:.1f} ms"
@@ -63,7 +65,8 @@ class Work:
         plan = self.fetch
         if plan is None:
             return None
-        return Fetch(plan.source, plan.tokens, self.waiting_s + max(LEAST_PATIENCE_S, plan.saved_s))
+        patience_s = self.waiting_s + max(LEAST_PATIENCE_S, plan.saved_s)
+        return Fetch(plan.source, plan.tokens, patience_s, plan.block_size)
 
 
 def uncached(request: RequestView, overlap: int) -> int:

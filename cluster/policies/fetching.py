@@ -103,16 +103,17 @@ def _cheapest(
     if view.name not in peers.destinations:
         return plain
     fetched, here = list[Work](), snapshot.overlap(view)
-    size = view.load.block_size
+    size = view.info.block_size
     for source in peers.sources:
-        tokens = min(snapshot.held[source.name], request.prompt_tokens - 1) // size * size
+        there = source.info.block_size
+        tokens = min(snapshot.held[source.name] // there * there, request.prompt_tokens - 1) // size * size
         if source.name == view.name or tokens < here + size:
             continue
         rest = given(tokens)
         if rest is None:
             continue
         takes_s, saved_s = cost_s(source, view, tokens - here, snapshot), plain.own_s - rest.own_s
-        plan = FetchPlan(source.info.ref, tokens, takes_s, saved_s)
+        plan = FetchPlan(source.info.ref, tokens, takes_s, saved_s, there)
         if takes_s * snapshot.knobs.fetch_gain < saved_s:
             fetched.append(replace(rest, fetch=plan))
         elif plain.forgone is None:

@@ -407,7 +407,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("ref", "role", "model", "model_digest", "layout", "numerics", "max_model_len", "vocab_size", "block_bytes", "total_blocks", "max_num_seqs", "site", "transports")
+    __slots__ = ("ref", "role", "model", "model_digest", "layout", "numerics", "max_model_len", "vocab_size", "block_bytes", "total_blocks", "max_num_seqs", "site", "transports", "block_size", "kv_heads", "layers")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +421,9 @@ class WorkerInfo(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     ref: WorkerRef
     role: str
     model: str
@@ -434,17 +437,22 @@ class WorkerInfo(_message.Message):
     max_num_seqs: int
     site: str
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
-    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., site: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
+    block_size: int
+    kv_heads: int
+    layers: int
+    def __init__(self, ref: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., site: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., block_size: _Optional[int] = ..., kv_heads: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("source", "tokens", "patience_s")
+    __slots__ = ("source", "tokens", "patience_s", "block_size")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     source: WorkerRef
     tokens: int
     patience_s: float
-    def __init__(self, source: _Optional[_Union[WorkerRef, _Mapping]] = ..., tokens: _Optional[int] = ..., patience_s: _Optional[float] = ...) -> None: ...
+    block_size: int
+    def __init__(self, source: _Optional[_Union[WorkerRef, _Mapping]] = ..., tokens: _Optional[int] = ..., patience_s: _Optional[float] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Expect(_message.Message):
     __slots__ = ("request", "gateway_id", "prefill", "fetch")
@@ -551,21 +559,23 @@ class Aborted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., known: _Optional[bool] = ...) -> None: ...
 
 class AskLease(_message.Message):
-    __slots__ = ("request_id", "source", "transports", "model_digest", "layout")
+    __slots__ = ("request_id", "source", "transports", "model_digest", "layout", "block_size")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     source: WorkerRef
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
     model_digest: str
     layout: str
-    def __init__(self, request_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    block_size: int
+    def __init__(self, request_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
-    __slots__ = ("request_id", "lease_id", "generation", "held_tokens", "num_spans", "expires_in_s", "destination", "scheme", "address")
+    __slots__ = ("request_id", "lease_id", "generation", "held_tokens", "num_spans", "expires_in_s", "destination", "scheme", "address", "block_size")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -575,6 +585,7 @@ class LeaseGranted(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     lease_id: str
     generation: int
@@ -584,7 +595,8 @@ class LeaseGranted(_message.Message):
     destination: WorkerRef
     scheme: str
     address: bytes
-    def __init__(self, request_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., generation: _Optional[int] = ..., held_tokens: _Optional[int] = ..., num_spans: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., scheme: _Optional[str] = ..., address: _Optional[bytes] = ...) -> None: ...
+    block_size: int
+    def __init__(self, request_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., generation: _Optional[int] = ..., held_tokens: _Optional[int] = ..., num_spans: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., scheme: _Optional[str] = ..., address: _Optional[bytes] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("lease_id", "generation")
@@ -645,7 +657,7 @@ class Dropped(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class FetchPrefix(_message.Message):
-    __slots__ = ("fetch_id", "generation", "keys", "destination", "transports", "model_digest", "layout", "patience_s")
+    __slots__ = ("fetch_id", "generation", "keys", "destination", "transports", "model_digest", "layout", "patience_s", "skipped_tokens", "block_size")
     FETCH_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -654,6 +666,8 @@ class FetchPrefix(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     fetch_id: str
     generation: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -662,15 +676,17 @@ class FetchPrefix(_message.Message):
     model_digest: str
     layout: str
     patience_s: float
-    def __init__(self, fetch_id: _Optional[str] = ..., generation: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., patience_s: _Optional[float] = ...) -> None: ...
+    skipped_tokens: int
+    block_size: int
+    def __init__(self, fetch_id: _Optional[str] = ..., generation: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., patience_s: _Optional[float] = ..., skipped_tokens: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class PrefixComing(_message.Message):
-    __slots__ = ("fetch_id", "num_blocks")
+    __slots__ = ("fetch_id", "num_spans")
     FETCH_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
     fetch_id: str
-    num_blocks: int
-    def __init__(self, fetch_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    num_spans: int
+    def __init__(self, fetch_id: _Optional[str] = ..., num_spans: _Optional[int] = ...) -> None: ...
 
 class ProbeLink(_message.Message):
     __slots__ = ("source",)
@@ -685,22 +701,22 @@ class ProbingLink(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class SendProbe(_message.Message):
-    __slots__ = ("probe_id", "generation", "num_blocks", "rounds", "destination", "transports", "layout")
+    __slots__ = ("probe_id", "generation", "num_spans", "rounds", "destination", "transports", "span_bytes")
     PROBE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SPAN_BYTES_FIELD_NUMBER: _ClassVar[int]
     probe_id: str
     generation: int
-    num_blocks: int
+    num_spans: int
     rounds: int
     destination: WorkerRef
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
-    layout: str
-    def __init__(self, probe_id: _Optional[str] = ..., generation: _Optional[int] = ..., num_blocks: _Optional[int] = ..., rounds: _Optional[int] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., layout: _Optional[str] = ...) -> None: ...
+    span_bytes: int
+    def __init__(self, probe_id: _Optional[str] = ..., generation: _Optional[int] = ..., num_spans: _Optional[int] = ..., rounds: _Optional[int] = ..., destination: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., span_bytes: _Optional[int] = ...) -> None: ...
 
 class ProbeSent(_message.Message):
     __slots__ = ("probe_id",)
@@ -743,7 +759,7 @@ class Migrated(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., report: _Optional[_Union[MigrationReport, _Mapping]] = ...) -> None: ...
 
 class AskMove(_message.Message):
-    __slots__ = ("request", "gateway_id", "source", "transports", "model_digest", "layout", "generated", "spare_blocks")
+    __slots__ = ("request", "gateway_id", "source", "transports", "model_digest", "layout", "generated", "spare_tokens", "block_size")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -751,7 +767,8 @@ class AskMove(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
-    SPARE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     request: Request
     gateway_id: str
     source: WorkerRef
@@ -759,8 +776,9 @@ class AskMove(_message.Message):
     model_digest: str
     layout: str
     generated: _containers.RepeatedScalarFieldContainer[int]
-    spare_blocks: int
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., generated: _Optional[_Iterable[int]] = ..., spare_blocks: _Optional[int] = ...) -> None: ...
+    spare_tokens: int
+    block_size: int
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., source: _Optional[_Union[WorkerRef, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., model_digest: _Optional[str] = ..., layout: _Optional[str] = ..., generated: _Optional[_Iterable[int]] = ..., spare_tokens: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Follow(_message.Message):
     __slots__ = ("request_id", "gateway_id")

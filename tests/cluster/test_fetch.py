@@ -31,7 +31,7 @@ def arrival(**changes: object) -> Arrival:
     base = {
         "request_id": "r",
         "source": WorkerRef("prefill-0", "i1", "x:1"),
-        "wanted_blocks": 4,
+        "wanted_spans": 4,
         "asked_s": 10.0,
         "deadline_s": 11.0,
     }
@@ -64,7 +64,7 @@ def test_bytes_may_overtake_the_answer_and_each_other() -> None:
 def test_a_source_that_has_less_ends_it_with_what_it_had() -> None:
     state, effects = told(arrival(), f.Received(0, 2), f.Answered(PrefixComing("x", 2)))
     assert effects == [f.Enter(2), f.Resume(), f.Close()]
-    assert "had 2 blocks" in state.reason
+    assert "had no more" in state.reason
     assert not state.whole
 
 
@@ -74,7 +74,7 @@ def test_whatever_ends_it_lets_the_prompt_go_on_with_what_came(end: str, before:
     state, _ = told(arrival(), *before)
     state, effects = told(state, ENDS[end])
     assert effects == [f.Resume(), f.Close()]
-    assert (state.stage, state.arrived_blocks) == (Stage.ENDING, 1 if before == (f.Received(0, 1),) else 0)
+    assert (state.stage, state.arrived_spans) == (Stage.ENDING, 1 if before == (f.Received(0, 1),) else 0)
     assert state.reason
 
 
@@ -84,7 +84,7 @@ def test_it_ends_at_its_deadline_and_not_before() -> None:
     state, effects = told(state, f.Tick(), now=11.0)
     assert effects == [f.Resume(), f.Close()]
     late, effects = told(state, f.Received(1, 3), f.PeerLost("x"), f.ReceiveFailed("x"), f.RequestEnded(), f.Tick())
-    assert (effects, late.arrived_blocks) == ([], 1), "what comes late enters nowhere"
+    assert (effects, late.arrived_spans) == ([], 1), "what comes late enters nowhere"
 
 
 def test_a_second_answer_is_a_bug_told_with_its_story() -> None:
@@ -115,7 +115,7 @@ def test_any_order_of_news_resumes_and_closes_once(events: list[f.Event], pauses
         effects += more
     ended = state.stage is Stage.ENDING
     assert effects.count(f.Resume()) == effects.count(f.Close()) == ended
-    entered = [effect.blocks for effect in effects if isinstance(effect, f.Enter)]
+    entered = [effect.spans for effect in effects if isinstance(effect, f.Enter)]
     assert entered == sorted(set(entered))
-    assert state.arrived_blocks == max(entered, default=0)
-    assert set(range(state.arrived_blocks)) <= seen
+    assert state.arrived_spans == max(entered, default=0)
+    assert set(range(state.arrived_spans)) <= seen

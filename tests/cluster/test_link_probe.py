@@ -123,19 +123,19 @@ async def test_a_probe_that_goes_wrong_is_over_at_its_deadline(toy: Path, how: s
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"layout": "other"}, Code.MISMATCH),
+        ({"span_bytes": 24}, Code.MISMATCH),
         ({"transports": ()}, Code.UNAVAILABLE),
-        ({"num_blocks": ENOUGH}, Code.NO_ROOM),
+        ({"num_spans": ENOUGH}, Code.NO_ROOM),
         ({}, None),
     ],
-    ids=["layout", "no way", "too much", "a lease that is gone"],
+    ids=["odd spans", "no way", "too much", "a lease that is gone"],
 )
 async def test_what_a_source_sends_for_a_probe_and_what_not(
     toy: Path, changes: dict[str, Any], code: Code | None
 ) -> None:
     async with running(toy, roomy()) as cluster:
         asker, there = cluster.info("decode-0"), cluster.info("prefill-0")
-        question = SendProbe("gone", 1, 4, 2, asker.ref, asker.transports, asker.layout)
+        question = SendProbe("gone", 1, 4, 2, asker.ref, asker.transports, asker.block_bytes)
         answer = await cluster.ask(there.ref, replace(question, **changes))
         if code is None:
             assert answer == ProbeSent("gone")

@@ -54,7 +54,8 @@ def steer(
         if isinstance(decision, Refusal):
             return decision
         if source and source in cluster.slots:
-            fetch = Fetch(cluster.info(source).ref, tokens, patience_s)
+            lender = cluster.info(source)
+            fetch = Fetch(lender.ref, tokens, patience_s, lender.block_size)
             return replace(decision, fetch=fetch)
         return replace(decision, fetch=decision.fetch and replace(decision.fetch, patience_s=patience_s))
 
@@ -218,7 +219,7 @@ async def test_a_source_that_dies_is_not_waited_for(toy: Path, alone: Alone, mom
             cluster.kill(holder)
             steer(cluster)
             place = cluster.router.place
-            cluster.router.place = lambda *how: replace(place(*how), fetch=Fetch(ref, 144, PATIENT_S))  # type: ignore
+            cluster.router.place = lambda *how: replace(place(*how), fetch=Fetch(ref, 144, PATIENT_S, 16))  # type: ignore
         else:
             hold_back(cluster, holder)
         asked = asyncio.create_task(cluster.generate(AGAIN))
@@ -303,12 +304,13 @@ async def test_what_was_fetched_and_what_was_forgone_is_counted(toy: Path) -> No
     [
         ({"layout": "other"}, Code.MISMATCH),
         ({"model_digest": "other"}, Code.MISMATCH),
+        ({"block_size": 24}, Code.MISMATCH),
         ({"keys": (b"unknown" * 3,)}, Code.NOT_FOUND),
         ({"transports": (("inproc", b"elsewhere"),)}, Code.UNAVAILABLE),
         ({"transports": ()}, Code.UNAVAILABLE),
         ({}, None),
     ],
-    ids=["layout", "model", "keys", "address", "no way", "a lease that is gone"],
+    ids=["layout", "model", "block size", "keys", "address", "no way", "a lease that is gone"],
 )
 async def test_what_a_source_lends_and_what_not(toy: Path, changes: dict[str, Any], code: Code | None) -> None:
     async with running(toy, config(2)) as cluster:
@@ -318,10 +320,12 @@ async def test_what_a_source_lends_and_what_not(toy: Path, changes: dict[str, An
             fetch_id="gone",
             generation=1,
             keys=cluster.view(FIRST).prefix_keys[:4],
+            skipped_tokens=0,
             destination=asker.ref,
             transports=asker.transports,
             model_digest=there.model_digest,
             layout=there.layout,
+            block_size=16,
             patience_s=1.0,
         )
         answer = await cluster.ask(there.ref, replace(question, **changes))
@@ -370,9 +374,9 @@ async def test_what_comes_for_an_aborted_request_is_not_its_successors(toy: Path
         unlike = replace(once, token_ids=tuple(reversed(once.token_ids)))
         hold_back(cluster, "decode-0")
         _, gone, told = await asyncio.gather(
-            cluster.ask(other, Submit(once, decode, Fetch(source, 16 * blocks, PATIENT_S))),
+            cluster.ask(other, Submit(once, decode, Fetch(source, 16 * blocks, PATIENT_S, 16))),
             cluster.ask(other, Abort(once.request_id)),
-            cluster.ask(other, Submit(unlike, decode, Fetch(decode, 144, 0.3))),
+            cluster.ask(other, Submit(unlike, decode, Fetch(decode, 144, 0.3, 16))),
         )
         assert gone == Aborted(once.request_id, known=True)
         assert isinstance(told, FinishedEarly)

@@ -43,7 +43,7 @@ async def test_a_prefix_is_fetched_and_from_a_hung_source_only_waited_for(checkp
         source, other = (worker.info.ref for worker in workers if worker.info is not None)
         await answer(client, source, prompt)
         again = replace(prompt, request_id="again", token_ids=(*prompt.token_ids[:180], *range(30)))
-        told = await answer(client, other, again, Fetch(source, 176, 10.0))
+        told = await answer(client, other, again, Fetch(source, 176, 10.0, 16))
         assert ids(told) == alone(checkpoint, again)
         assert (told.report.fetched_tokens, told.report.computed_tokens) == (176, 210 - 176)
 
@@ -51,7 +51,7 @@ async def test_a_prefix_is_fetched_and_from_a_hung_source_only_waited_for(checkp
         await answer(client, source, replace(unlike, request_id="warm too"))
         assert workers[0].pid is not None
         os.kill(workers[0].pid, signal.SIGSTOP)
-        told = await answer(client, other, unlike, Fetch(source, 176, 0.3))
+        told = await answer(client, other, unlike, Fetch(source, 176, 0.3, 16))
         assert ids(told) == alone(checkpoint, unlike)
         assert told.report.fetched_tokens == 0
         os.kill(workers[0].pid, signal.SIGCONT)

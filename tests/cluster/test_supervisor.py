@@ -40,13 +40,16 @@ def _info(name: str, incarnation: str) -> WorkerInfo:
         role=name.split("-")[0],
         model="m",
         model_digest="d",
-        layout="block=16",
+        layout="l",
         numerics="n",
         max_model_len=64,
         vocab_size=8,
         block_bytes=16,
         total_blocks=4,
         max_num_seqs=2,
+        block_size=16,
+        kv_heads=1,
+        layers=1,
     )
 
 

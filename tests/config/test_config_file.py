@@ -105,9 +105,10 @@ def test_the_engine_settings_of_a_role_come_from_the_model_and_its_pool() -> Non
     config = config_from_text(
         "model: {dtype: fp32, block_size: 32, max_model_len: 2048, prefix_hash: sha256, hash_seed: 7}\n"
         "pools:\n  prefill: {num_blocks: 64, threads: 3, max_num_batched_tokens: 128}\n"
-        "  decode: {kv_memory: 64MiB, max_num_seqs: 5}\n"
+        "  decode: {kv_memory: 64MiB, block_size: 64, max_num_seqs: 5}\n"
     )
     prefill, decode = (engine_config(config, role, "/m") for role in ROLES)
+    assert decode.block_size == 64
     assert (prefill.model, prefill.dtype, prefill.block_size, prefill.hash_seed) == ("/m", "float32", 32, 7)
     assert (prefill.num_blocks, prefill.threads, prefill.max_num_batched_tokens) == (64, 3, 128)
     assert (decode.num_blocks, decode.kv_memory_bytes, decode.max_num_seqs) == (None, 64 << 20, 5)
@@ -267,6 +268,12 @@ BAD_VALUES = {
         "pools.decode.tiers.disk_path: is 'kv'",
         "an absolute path",
     ),
+    "block sizes that do not fit": (
+        "pools: {prefill: {block_size: 48}, decode: {block_size: 32}}",
+        "pools.prefill.block_size: the larger block size must be a multiple of the smaller",
+        "48 for prefill, 32 for decode",
+    ),
+    "odd block size of a pool": ("pools: {decode: {block_size: 24}}", "pools.decode.block_size", "multiple of 16"),
     "odd block size": ("model: {block_size: 24}", "model.block_size", "multiple of 16"),
     "same port twice": ("gateway: {http_port: 80, grpc_port: 80}", "gateway.grpc_port", "differ from http_port"),
     "fence before suspect": ("timeouts: {suspect: 9s, fence: 3s}", "timeouts", "shorter than"),

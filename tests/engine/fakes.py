@@ -136,6 +136,8 @@ def make_engine(  # type: ignore[no-untyped-def]
         model="fake",
         model_digest="digest",
         layout="fake",
+        kv_heads=1,
+        layers=1,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         block_bytes=8 * config.block_size,

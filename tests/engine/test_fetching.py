@@ -91,7 +91,7 @@ def test_nothing_is_fetched_that_is_there_or_that_must_be_computed(source: Engin
     assert engine.fetch("r", 48) is None
     room = engine.fetch("r", 64)
     assert room is not None
-    assert len(room.keys) == 1
+    assert (room.held_blocks, len(room.block_ids), len(room.keys)) == (3, 1, 4)
     assert engine.fetch("r", 96) is None, "one fetch at a time"
     assert engine.fetch("nobody", 96) is None
     engine.submit(make_request(PROMPT, "told", prompt_logprobs=1))

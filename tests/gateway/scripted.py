@@ -93,13 +93,16 @@ def worker(
         role=role,
         model=MODEL,
         model_digest="digest",
-        layout="layers=2 kv_heads=2 head_dim=16 block=16 dtype=float32",
+        layout="layers=2 kv_heads=2 head_dim=16 dtype=float32",
         numerics="float32",
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         block_bytes=1024,
         total_blocks=total_blocks,
         max_num_seqs=8,
+        block_size=16,
+        kv_heads=2,
+        layers=2,
     )
 
 

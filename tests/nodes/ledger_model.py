@@ -57,7 +57,9 @@ def ledger_engine(*, num_blocks: int = 64, max_num_batched_tokens: int = 64, max
     facts = ModelFacts(
         model="ledger",
         model_digest="d1",
-        layout="ledger block=16",
+        layout="ledger",
+        kv_heads=1,
+        layers=1,
         max_model_len=2048,
         vocab_size=VOCAB,
         block_bytes=BLOCK * 8,

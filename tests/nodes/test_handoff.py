@@ -29,16 +29,14 @@ from tandem.messages import (
 
 PREFILL = WorkerRef("p0", "i1", "h:1")
 DECODE = WorkerRef("d0", "i7", "h:2")
-INFO = WorkerInfo(PREFILL, "prefill", "m", "digest", "block=16", "fp32", 512, 512, 1024, 8, 4)
-GRANT = LeaseGranted("r", "r@d0", 3, 16, 3, 6.0, DECODE, "inproc", b"a")
+INFO = WorkerInfo(PREFILL, "prefill", "m", "digest", "layers=1", "fp32", 512, 512, 1024, 8, 4, 16, 1, 1)
+GRANT = LeaseGranted("r", "r@d0", 3, 16, 3, 6.0, DECODE, "inproc", b"a", 16)
 NO_ROOM = Declined(Code.NO_ROOM, "full")
 LOST = Declined(Code.UNAVAILABLE, "no answer", by="d0")
 STALE = Declined(Code.STALE, "too old", by="d0")
 TOKEN = (Token(5),)
 
-FRESH = Handoff(
-    request_id="r", source=INFO, decode=DECODE, prompt_tokens=60, block_size=16, alone=False, submitted_s=0.0
-)
+FRESH = Handoff(request_id="r", source=INFO, decode=DECODE, prompt_tokens=60, alone=False, submitted_s=0.0)
 TO_COMMIT = (h.Scheduled(), h.Granted(GRANT), h.Computed(60), h.FirstToken(TOKEN))
 ROADS: dict[Stage, tuple[h.Event, ...]] = {
     Stage.QUEUED: (),
@@ -82,11 +80,11 @@ def questions(effects: list[h.Effect]) -> list[object]:
 
 def test_a_hand_over_pushes_each_block_once_and_leaves_out_what_decode_holds() -> None:
     handoff, effects = play(FRESH, *TO_COMMIT[:2], h.Computed(35), h.Computed(60), h.FirstToken(TOKEN))
-    assert [effect for effect in effects if isinstance(effect, h.Push)] == [h.Push(0, 1, 1), h.Push(1, 2, 2)]
+    assert [effect for effect in effects if isinstance(effect, h.Push)] == [h.Push(1, 1), h.Push(2, 2)]
     asked = questions(effects)
     assert isinstance(asked[0], AskLease)
     assert asked[0].layout == INFO.layout
-    assert asked[-1] == Commit("r", "r@d0", 3, PREFILL, DECODE, 60, "block=16", TOKEN, 0)
+    assert asked[-1] == Commit("r", "r@d0", 3, PREFILL, DECODE, 60, "layers=1", TOKEN, 0)
     handoff, effects = play(handoff, h.PushDone(1, 10, 0.1), h.PushDone(2, 20, 0.1), h.CommitAnswered(Committed("r")))
     [answer] = replies(effects)
     assert isinstance(answer, HandedOver)
@@ -94,6 +92,21 @@ def test_a_hand_over_pushes_each_block_once_and_leaves_out_what_decode_holds() -
     assert h.ReleaseSource() in effects
     assert handoff.stage is Stage.ENDING
     assert play(handoff, h.Quiet())[0].stage is Stage.CLOSED
+
+
+def test_ends_with_blocks_of_two_sizes_count_in_the_smaller_one_and_a_span_for_each_row() -> None:
+    rows = INFO.kv_heads * INFO.layers * 2
+    large = replace(FRESH, source=replace(INFO, block_size=32, block_bytes=2048))
+    grant = replace(GRANT, num_spans=3 * rows)
+    _, effects = play(large, h.Scheduled(), h.Granted(grant), h.Computed(35), h.Computed(60), h.FirstToken(TOKEN))
+    assert [effect for effect in effects if isinstance(effect, h.Push)] == [h.Push(1, 1), h.Push(2, 2)]
+    [question, *_] = questions(effects)
+    assert isinstance(question, AskLease)
+    assert question.block_size == 32
+    _, effects = play(large, h.Scheduled(), h.Granted(GRANT))
+    [answer] = replies(effects)
+    assert isinstance(answer, Declined)
+    assert answer.code is Code.MISMATCH
 
 
 def test_commit_answered_before_the_last_acknowledgement_settles_first() -> None:
@@ -109,7 +122,7 @@ def test_a_first_token_that_comes_before_the_lease_waits_for_it() -> None:
     handoff, effects = play(FRESH, h.Scheduled(), h.Computed(60), h.FirstToken(TOKEN))
     assert handoff.stage is Stage.ASKING
     handoff, effects = play(handoff, h.Granted(GRANT))
-    assert effects[0] == h.Push(0, 1, 3)
+    assert effects[0] == h.Push(1, 3)
     assert isinstance(questions(effects)[-1], Commit)
 
 

@@ -14,9 +14,9 @@ from tandem.messages import Code, Commit, Committed, Declined, WorkerInfo, Worke
 
 PREFILL = WorkerRef("p0", "i1", "h:1")
 DECODE = WorkerRef("d0", "i7", "h:2")
-ME = WorkerInfo(DECODE, "decode", "m", "digest", "block=16", "fp32", 512, 512, 1024, 8, 4)
+ME = WorkerInfo(DECODE, "decode", "m", "digest", "layers=1", "fp32", 512, 512, 1024, 8, 4, 16, 1, 1)
 OPENED = d.LeaseOpened("r@d0", 3, PREFILL, 3, until_s=6.0)
-COMMIT = Commit("r", "r@d0", 3, PREFILL, DECODE, 60, "block=16", (Token(5),), 16)
+COMMIT = Commit("r", "r@d0", 3, PREFILL, DECODE, 60, "layers=1", (Token(5),), 16)
 ARRIVED = d.CommitArrived(COMMIT, 1)
 ALL = d.Received(3)
 
@@ -87,7 +87,7 @@ def test_a_repeated_commit_gets_the_same_answer_while_waiting_running_and_after(
         ({"lease_id": "other"}, Code.STALE, "lease"),
         ({"source": WorkerRef("p0", "i2", "h:1")}, Code.STALE, "source is p0#i2"),
         ({"destination": WorkerRef("d0", "i6", "h:2")}, Code.STALE, "destination is d0#i6"),
-        ({"layout": "block=32"}, Code.MISMATCH, "block=32 at prefill but block=16 at decode"),
+        ({"layout": "layers=2"}, Code.MISMATCH, "layers=2 at prefill but layers=1 at decode"),
         ({"prompt_tokens": 61}, Code.MISMATCH, "prompt tokens is 61 at prefill but 60"),
         ({"candidates": ()}, Code.MISMATCH, "first tokens"),
     ],

@@ -27,15 +27,15 @@ from tandem.messages import (
 
 HERE = WorkerRef("d0", "i1", "h:1")
 THERE = WorkerRef("d1", "i7", "h:2")
-INFO = WorkerInfo(HERE, "decode", "m", "digest", "block=16", "fp32", 512, 512, 1024, 8, 4)
+INFO = WorkerInfo(HERE, "decode", "m", "digest", "layers=1", "fp32", 512, 512, 1024, 8, 4, 16, 1, 1)
 REQUEST = Request(request_id="r", token_ids=tuple(range(60)), sampling=SamplingParams(max_tokens=200))
 # 60 + 5 tokens are 5 blocks, 4 of them full; one is held over there, and four more are to spare.
-GRANT = LeaseGranted("r", "r@d1", 3, 16, 8, 6.0, THERE, "inproc", b"a")
+GRANT = LeaseGranted("r", "r@d1", 3, 16, 8, 6.0, THERE, "inproc", b"a", 16)
 SO_FAR = tuple(range(5))
 LOST = Declined(Code.UNAVAILABLE, "no answer", by="d1")
 STALE = Declined(Code.STALE, "too old", by="d1")
 
-FRESH = Migration(request=REQUEST, gateway_id="g", source=INFO, to=THERE, block_size=16, started_s=0.0)
+FRESH = Migration(request=REQUEST, gateway_id="g", source=INFO, to=THERE, started_s=0.0)
 TO_COMMIT: tuple[m.Event, ...] = (m.Granted(GRANT), m.Stepped(66), m.PushDone(), m.Paused(tuple(range(7))))
 ROADS: dict[Stage, tuple[m.Event, ...]] = {
     Stage.ASKING: (),
@@ -85,21 +85,23 @@ def pushes(effects: list[m.Effect]) -> list[m.Push]:
 def test_full_blocks_go_in_stages_and_the_tail_in_a_pause() -> None:
     migration, effects = begin(FRESH, SO_FAR)
     assert effects == (
-        m.AskDestination(AskMove(REQUEST, "g", HERE, INFO.transports, "digest", "block=16", SO_FAR, spare_blocks=4)),
+        m.AskDestination(
+            AskMove(REQUEST, "g", HERE, INFO.transports, "digest", "layers=1", 16, SO_FAR, spare_tokens=64)
+        ),
     )
     migration, effects = play(migration, m.Granted(GRANT))
-    assert effects == [m.Push(0, 1, 3)]
+    assert effects == [m.Push(1, 3)]
     migration, effects = play(migration, *(m.Stepped(64 + i) for i in range(1, 40)))
     assert effects == []
     migration, effects = play(migration, m.PushDone())
-    assert effects == [m.Push(3, 4, 2)]
+    assert effects == [m.Push(4, 2)]
     migration, effects = play(migration, m.Stepped(104), m.PushDone(), now=2.0)
     assert effects == [m.Pause()]
     generated = tuple(range(45))
     migration, effects = play(migration, m.Paused(generated), now=2.0)
-    assert pushes(effects) == [m.Push(5, 6, 1)]
+    assert pushes(effects) == [m.Push(6, 1)]
     tokens = tuple(Token(token_id) for token_id in generated)
-    assert questions(effects) == [Commit("r", "r@d1", 3, HERE, THERE, 60, "block=16", tokens)]
+    assert questions(effects) == [Commit("r", "r@d1", 3, HERE, THERE, 60, "layers=1", tokens)]
     migration, effects = play(migration, m.PushDone(), m.CommitAnswered(Committed("r")), now=2.5)
     assert effects[0] == m.Leave()
     assert m.Resume() not in effects
@@ -119,16 +121,23 @@ def test_little_to_send_is_sent_in_the_pause_alone() -> None:
 def test_a_sequence_that_outruns_the_copy_pauses_when_its_room_is_full() -> None:
     tight = replace(GRANT, num_spans=5)
     migration, effects = play(asked(), m.Granted(tight), m.Stepped(95))
-    assert effects == [m.Push(0, 1, 3)]
+    assert effects == [m.Push(1, 3)]
     migration, effects = play(migration, m.Stepped(96))
     assert effects == [m.Pause()]
     _, effects = play(migration, m.Paused(tuple(range(37))))
-    assert pushes(effects) == [m.Push(3, 4, 2)]
+    assert pushes(effects) == [m.Push(4, 2)]
+
+
+def test_a_destination_with_larger_blocks_is_filled_in_pieces_of_ours() -> None:
+    rows = INFO.kv_heads * INFO.layers * 2
+    wide = replace(GRANT, block_size=32, held_tokens=32, num_spans=4 * rows)
+    _, effects = play(asked(), m.Granted(wide), m.Stepped(96))
+    assert effects == [m.Push(2, 2), m.Pause()], "six pieces of 16 tokens have room, the 97th token has none"
 
 
 def test_there_is_a_last_stage() -> None:
     _, effects = play(asked(MoveLimits(max_stages=1)), m.Granted(GRANT), m.Stepped(112), m.PushDone())
-    assert effects == [m.Push(0, 1, 3), m.Pause()]
+    assert effects == [m.Push(1, 3), m.Pause()]
 
 
 def test_a_request_that_is_almost_done_asks_for_no_more_than_it_can_use() -> None:
@@ -136,7 +145,7 @@ def test_a_request_that_is_almost_done_asks_for_no_more_than_it_can_use() -> Non
     [effect] = begin(short, SO_FAR)[1]
     assert isinstance(effect, m.AskDestination)
     assert isinstance(effect.question, AskMove)
-    assert effect.question.spare_blocks == 1
+    assert effect.question.spare_tokens == 22 - len(SO_FAR)
 
 
 @pytest.mark.parametrize("exit_", EXITS, ids=lambda event: type(event).__name__)

@@ -100,7 +100,7 @@ def test_many_at_once_read_as_each_alone(net: Net) -> None:
 def test_chunks_are_pushed_while_later_ones_are_computed_and_leases_renewed(net: Net) -> None:
     net.start(request("r", prompt(300)), "p0", "d0")
     flight = net.workers["p0"].prefill._unanswered["r"]
-    net.until(lambda: flight.handoff.sent_blocks >= 4)
+    net.until(lambda: flight.handoff.sent_pieces >= 4)
     assert flight.handoff.computed_tokens < 300
     assert len(asked(net, RenewLease)) >= 2
     net.run()
@@ -498,11 +498,11 @@ def test_a_request_that_can_never_run_is_refused_at_once_by_name(net: Net) -> No
 def test_a_layout_mismatch_is_refused_with_both_values(net: Net) -> None:
     info = net.workers["p0"].info
     net.start(request("r", prompt(300)), "p0", "d0")
-    ask = AskLease("r", info.ref, info.transports, info.model_digest, "block=32")
+    ask = AskLease("r", info.ref, info.transports, info.model_digest, "layers=2", 16)
     ask_id = net.ask("d0", ask)
     other = net.ask("d0", replace(ask, layout=info.layout, model_digest="d2"))
     net.turn()
-    assert "layout is block=32 at p0 but ledger block=16 at d0" in declined(net.answers[ask_id]).message
+    assert "layout is layers=2 at p0 but ledger at d0" in declined(net.answers[ask_id]).message
     assert "model digest is d2 at p0 but d1 at d0" in declined(net.answers[other]).message
     net.run()
 

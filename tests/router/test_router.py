@@ -56,6 +56,15 @@ def test_a_worker_that_differs_is_refused_with_both_values(router: RouterState, 
     assert "decode-9" not in [worker.ref.name for worker in router.workers()]
 
 
+def test_block_sizes_may_differ_if_one_is_a_multiple_of_the_other(router: RouterState) -> None:
+    assert router.register(info("decode-8", block_size=64), 1.0) is None
+    refusal = router.register(info("decode-9", block_size=48), 1.0)
+    assert refusal is not None
+    assert (refusal.code, refusal.by) == (Code.MISMATCH, "decode-9")
+    assert "block_size of decode-9 is 48" in refusal.message
+    assert "multiple" in refusal.message
+
+
 def test_a_worker_that_is_alone_may_come_back_with_another_model() -> None:
     router = RouterState(REMOTE)
     assert router.register(info("decode-0"), 0.0) is None

@@ -22,13 +22,16 @@ def info(name: str, **changes: Any) -> WorkerInfo:
         role=name.split("-")[0],
         model="toy",
         model_digest="d1",
-        layout="layers=2 block=16",
+        layout="layers=2",
         numerics="fp32",
         max_model_len=8192,
         vocab_size=512,
         block_bytes=1 << 16,
         total_blocks=1000,
         max_num_seqs=64,
+        block_size=16,
+        kv_heads=2,
+        layers=2,
     )
     return replace(base, **changes)
 

@@ -60,7 +60,9 @@ def main() -> None:
     rates = {name: told(name, our_rates(path, settings, args)) for name, settings in OURS.items()}
     if args.peers is not None:
         rates |= {name: told(name, of_peer) for name, of_peer in peer_rates(path, args)}
-    print(json.dumps(ratios(rates) | found | {"rates": rates}))
+    compared = {name: value for name, value in found.items() if "_vs_" in name}
+    measured = {name: value for name, value in found.items() if name not in compared}
+    print(json.dumps({"bench": "engine", "ratios": ratios(rates) | compared, **measured, "rates": rates}))
 
 
 def told(name: str, rates: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ exposed hand-over runs from the end of the last prefill step to the answer of Co
 the request; it is held against one decode step and 5 ms. With `--rate-gbit` all runs once more over TCP in a network
 namespace of its own, whose loopback is shaped to that rate (`tbf`; needs root): then from the first chunk to Commit's
 answer it should take what computing or moving takes, whichever is longer, and no more than a tenth on top. Medians of
-`--rounds` different prompts. The last line is JSON.
+`--rounds` different prompts; with `--block-sizes 16,32` once more with blocks of those sizes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,11 +50,12 @@ class Seen:
     itl_s: float
 
 
-def worker(name: str, role: str, path: Path, transport: str) -> Control:
+def worker(name: str, role: str, path: Path, transport: str, block_size: int) -> Control:
     engine = EngineConfig(
         model=str(path),
         dtype="bfloat16",
-        num_blocks=256,
+        block_size=block_size,
+        num_blocks=4096 // block_size,
         max_num_seqs=4,
         max_num_batched_tokens=CHUNK_TOKENS,
         threads=1,
@@ -87,11 +89,12 @@ async def arrivals(stream: TokenStream) -> list[float]:
     return times
 
 
-async def measure(path: Path, transport: str, rounds: int) -> list[Seen]:
+async def measure(path: Path, transport: str, rounds: int, block_sizes: Sequence[int] = (16, 16)) -> list[Seen]:
     """The first prompt warms up and does not count."""
     hub = FrameHub()
     client = NodeClient(SECRET, hub=hub, gateway_id="bench")
-    workers = worker("p0", "prefill", path, transport), worker("d0", "decode", path, transport)
+    roles = (("p0", "prefill"), ("d0", "decode"))
+    workers = [worker(*role, path, transport, size) for role, size in zip(roles, block_sizes, strict=True)]
     try:
         prefill, decode = [info.ref for info in await asyncio.gather(*(one.start() for one in workers))]
         await client.open(decode)
@@ -148,6 +151,10 @@ def _run(command: list[str]) -> str:
 
 def report(args: argparse.Namespace) -> None:
     rows = {args.transport: row(asyncio.run(measure(args.path, args.transport, args.rounds)), None)}
+    if args.block_sizes != "16,16":
+        sizes = [int(size) for size in args.block_sizes.split(",")]
+        seen = asyncio.run(measure(args.path, args.transport, args.rounds, sizes))
+        rows[f"{args.transport}_blocks_{args.block_sizes.replace(',', '_')}"] = row(seen, None)
     if args.rate_gbit:
         inside = ["--model", str(args.path), "--rounds", str(args.rounds), "--inside", str(args.rate_gbit)]
         try:
@@ -170,6 +177,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--transport", choices=("shm", "ucx", "tcp"), default="shm")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block-sizes", default="16,16", help="of prefill and decode, beside equal ones: 16,32")
     parser.add_argument("--rate-gbit", type=float, default=1.0, help="0: no shaped link")
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -19,6 +19,7 @@ from cluster.config import (
     LOCAL_PREFILL,
     POLICY_NAMES,
     ROLES,
+    STAGING,
     TRANSPORTS,
     ClusterSection,
     GatewaySection,
@@ -209,6 +210,8 @@ _TRANSFER = Section(
     {
         "transports": Setting("transports", some_of(TRANSPORTS)),
         "checksums": Setting("checksums", boolean),
+        "staging": Setting("staging", one_of(STAGING)),
+        "staging_memory": Setting("staging_bytes", size),
         "net_device": Setting("net_device", text),
     },
     field="transfer",

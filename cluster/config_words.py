@@ -62,6 +62,8 @@ def _lines(config: TandemConfig) -> Iterator[str]:
     yield f"  {secured}, {key}; at most {gateway.max_streams} streams at once."
     sums = "with" if config.transfer.checksums else "without"
     yield f"KV moves over {', else '.join(config.transfer.transports)}, {sums} checksums."
+    if config.transfer.staging == "always":
+        yield f"  It goes by way of {_size(config.transfer.staging_bytes)} of staging memory at either end."
     times = config.timeouts
     yield f"A worker silent for {_time(times.suspect_s)} is avoided, for {_time(times.fence_s)} fenced and restarted;"
     yield f"  after {times.max_start_failures} failed starts in a row it is given up."

@@ -32,6 +32,9 @@ class RankSettings:
     transports: tuple[str, ...] = ("shm", "ucx", "tcp")
     """Best first. One that this machine lacks is left out, with a warning; none left is an error."""
     checksums: bool = False
+    staging: str = "auto"
+    staging_bytes: int = 1 << 30
+    """See `cluster.config.TransferSection`."""
     tiers: TierSettings | None = None
     """With the worker's own folder."""
     host: str = "127.0.0.1"

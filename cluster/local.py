@@ -26,6 +26,7 @@ from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.dispatch import Dispatch, Flight
 from cluster.evacuation import Move
 from cluster.gateway import Gateway
+from cluster.ipc import RankSettings
 from cluster.membership import Fence, Kill, Restart
 from cluster.metrics import Metrics
 from cluster.outcome import Outcome
@@ -40,6 +41,7 @@ from engine.engine import Engine
 from engine.types import Request, Token
 from kvtransfer.engine import TransferEngine
 from kvtransfer.inproc import InprocHub, InprocTransport
+from kvtransfer.staging import StagedTransfers
 from kvtransfer.tiers.store import TierStore
 from tandem.messages import (
     Answer,
@@ -167,15 +169,7 @@ class LocalCluster:
         engine = self._engine_of(settings.engine)
         bell = asyncio.Event()
         loop = asyncio.get_running_loop()
-        peer, region = f"{name}#{incarnation}", engine.pool_bytes()
-        transfers = TransferEngine(
-            peer,
-            region,
-            [InprocTransport(peer, region, self._inproc)],
-            clock=self._clock,
-            wake=partial(_ring, loop, bell),
-            checksums=True,
-        )
+        transfers = self._transfers(f"{name}#{incarnation}", engine, settings, partial(_ring, loop, bell))
         address = f"local/{name}/{incarnation}"
         store = None
         if settings.tiers is not None:
@@ -295,6 +289,15 @@ class LocalCluster:
         self.router.check()
         for slot in self.slots.values():
             slot.worker.check()
+
+    def _transfers(self, peer: str, engine: Engine, settings: RankSettings, wake: Callable[[], None]) -> TransferEngine:
+        staged = settings.staging == "always"
+        region = memoryview(bytearray(settings.staging_bytes)) if staged else engine.pool_bytes()
+        transports = [InprocTransport(peer, region, self._inproc)]
+        if staged:
+            copies = engine.pool_spans()
+            return StagedTransfers(peer, region, transports, copies, clock=self._clock, wake=wake, checksums=True)
+        return TransferEngine(peer, region, transports, clock=self._clock, wake=wake, checksums=True)
 
     def _ended(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -381,6 +381,7 @@ _TRANSFER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_transfer_push_seconds", "Time from push to acknowledgement", "push_seconds"),
     (_COUNTER, "tandem_transfer_receives", "Receives completed", "receives"),
     (_COUNTER, "tandem_transfer_receive_bytes", "Bytes received", "receive_bytes"),
+    (_COUNTER, "tandem_transfer_staged_bytes", "Bytes that went by way of staging memory", "staged_bytes"),
     (_COUNTER, "tandem_transfer_failed", "Transfers that failed", "failed"),
     (_GAUGE, "tandem_transfer_in_flight", "Transfers running", "in_flight"),
 )

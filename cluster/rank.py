@@ -28,7 +28,9 @@ from engine.engine import Engine
 from engine.errors import TandemError
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.memory import SharedMemory, private_memory
 from kvtransfer.select import make_transport
+from kvtransfer.staging import StagedTransfers
 from kvtransfer.transport import Transport
 from tandem.messages import Code, Declined, Question
 from tandem.wire import decode_envelope, encode_envelope
@@ -180,7 +182,8 @@ def limit_threads(threads: int | None) -> None:
 def open_transfers(settings: RankSettings, engine: Engine, doorbell: Doorbell) -> TransferEngine:
     """The transfer engine over the transports that this machine has. Raises TransferError when there is none."""
     peer = f"{settings.worker.name}#{settings.worker.incarnation}"
-    region = engine.pool_bytes()
+    staged = settings.staging == "always" or not engine.on_host
+    region = staging_memory(settings) if staged else engine.pool_bytes()
     transports: list[Transport] = []
     missing: list[str] = []
     for scheme in settings.transports:
@@ -191,7 +194,21 @@ def open_transfers(settings: RankSettings, engine: Engine, doorbell: Doorbell) -
             missing.append(str(error))
     if not transports:
         raise TransferError("no transport can be used: " + "; ".join(missing))
-    return TransferEngine(peer, region, transports, wake=doorbell.ring, checksums=settings.checksums)
+    if not staged:
+        return TransferEngine(peer, region, transports, wake=doorbell.ring, checksums=settings.checksums)
+    copies = engine.pool_spans()
+    pinned = "pinned" if copies.pin(region) else "unpinned"
+    log.info("KV moves by way of %.0f MiB of %s host memory", region.nbytes / (1 << 20), pinned)
+    return StagedTransfers(peer, region, transports, copies, wake=doorbell.ring, checksums=settings.checksums)
+
+
+def staging_memory(settings: RankSettings) -> memoryview:
+    """Raises TransferError when the machine has not that much."""
+    make = SharedMemory if "shm" in settings.transports else private_memory
+    try:
+        return memoryview(make(settings.staging_bytes))
+    except (OSError, OverflowError, ValueError) as error:
+        raise TransferError(f"staging memory of {settings.staging_bytes} bytes cannot be had: {error}") from error
 
 
 def _transport(scheme: str, peer: str, region: memoryview, settings: RankSettings) -> Transport:

@@ -54,6 +54,8 @@ def rank_settings(
         engine=engine_config(config, role, model),
         transports=config.transfer.transports,
         checksums=config.transfer.checksums,
+        staging=config.transfer.staging,
+        staging_bytes=config.transfer.staging_bytes,
         tiers=tiers.settings_of(pool.tiers, name),
         host=host,
     )

@@ -352,6 +352,7 @@ def counters_of(stats: TransferStats) -> TransferCounters:
         receive_bytes=stats.receive_bytes,
         in_flight=stats.in_flight,
         failed=stats.failed,
+        staged_bytes=stats.staged_bytes,
     )
 
 

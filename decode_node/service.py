@@ -395,8 +395,23 @@ class DecodeNode:
             self._transfers.connect(ask.source.peer, scheme, theirs[scheme])
         except TransferError as error:
             return Declined(Code.UNAVAILABLE, f"cannot reach {ask.source.name} back: {error}", by=ask.source.name)
+        if refusal := self._no_landing(guest, ask):
+            return refusal
         blocks = self._room_for(guest, now)
         return blocks if isinstance(blocks, Declined) else self._open(guest, ask, blocks, scheme, now)
+
+    def _no_landing(self, guest: Guest, ask: AskLease | AskMove) -> Declined | None:
+        """Where KV arrives by way of other memory than the pool, it must have room for all of the lease."""
+        side = side_of(self._info, ask.block_size)
+        tokens = len(guest.request.token_ids) + len(guest.generated) + guest.spare_tokens
+        num_bytes = side.pieces(tokens) * side.piece_bytes
+        name, most = self._info.ref.name, self._transfers.most_lease_bytes()
+        if num_bytes > most:
+            why = f"the KV of {tokens} tokens has {num_bytes} bytes, the staging memory of {name} {most:.0f}"
+            return Declined(Code.INVALID, f"{why}: shorten the prompt, or raise transfer.staging_memory")
+        if not self._transfers.has_room(num_bytes):
+            return Declined(Code.NO_ROOM, f"the staging memory of {name} is full", by=name)
+        return None
 
     def _room_for(self, guest: Guest, now: float) -> BlockLease | Declined:
         """Blocks if admission and pool agree; else the request keeps a claim, so that younger ones wait for it."""

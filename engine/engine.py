@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -51,6 +51,9 @@ from engine.types import (
 )
 from engine.validate import check_fits, validate
 
+if TYPE_CHECKING:
+    from engine.host_swap import PoolSpans
+
 __all__ = ["Engine", "EngineInfo", "ModelFacts", "Runner"]
 
 _log = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class Runner(Protocol):
 class Engine:
     """`memory` is the KV pool's bytes, block after block, for transfers to read and write. `mover` copies blocks to
     `swap_slots` slots of swap space and back; without it a preempted sequence is always computed again. `blocks` are
-    the same bytes for lower tiers to copy, where `memory` cannot be had."""
+    the same bytes for lower tiers to copy, where `memory` cannot be had, and `spans` for transfers to stage."""
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Engine:
         mover: BlockMover | None = None,
         swap_slots: int = 0,
         blocks: BlockBytes | None = None,
+        spans: PoolSpans | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         root = hash_root(
@@ -106,6 +110,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._memory = memory
+        self._spans = spans
         self._blocks = PoolBytes(memory, facts.block_bytes) if blocks is None and memory is not None else blocks
         self._pool = BlockPool(facts.total_blocks)
         self._mover = mover
@@ -135,13 +140,20 @@ class Engine:
     def open(cls, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> Engine:
         """Read the checkpoint, allocate the pool, build the runner. Raises ModelError or ConfigError."""
         from engine.assemble import assemble  # torch models only where one is loaded
-        from engine.host_swap import DeviceBytes, HostSwap
+        from engine.host_swap import DeviceBytes, HostSwap, PoolSpans
 
         runner, facts, memory = assemble(config)
         mover = HostSwap(runner.pool, config.swap_bytes)
-        blocks = DeviceBytes(runner.pool) if memory is None else None
         return cls(
-            config, runner, facts, memory=memory, mover=mover, swap_slots=mover.slots, blocks=blocks, clock=clock
+            config,
+            runner,
+            facts,
+            memory=memory,
+            mover=mover,
+            swap_slots=mover.slots,
+            blocks=DeviceBytes(runner.pool) if memory is None else None,
+            spans=PoolSpans(runner.pool),
+            clock=clock,
         )
 
     def attach_tiers(self, store: BlockStore, *, mode: str = "auto", announce: bool = False) -> None:
@@ -173,6 +185,17 @@ class Engine:
         if self._memory is None:
             raise TypeError("the KV pool is not in host memory")
         return self._memory
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `pool_bytes` can be had."""
+        return self._memory is not None
+
+    def pool_spans(self) -> PoolSpans:
+        """Copies spans of those bytes, wherever the pool is. Raises TypeError when nobody can."""
+        if self._spans is None:
+            raise TypeError("the KV pool's bytes cannot be copied")
+        return self._spans
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.kv import KVLayout, KVPool
@@ -69,6 +71,68 @@ class DeviceBytes:
 
     def _bytes(self, block: int) -> torch.Tensor:
         return self._pool.tensor[block].reshape(-1).view(torch.uint8)
+
+
+class Spans(Protocol):
+    """Many runs of bytes; int64 arrays of one length."""
+
+    @property
+    def offsets(self) -> NDArray[Any]: ...
+
+    @property
+    def lengths(self) -> NDArray[Any]: ...
+
+
+class PoolSpans:
+    """Spans of a pool's bytes, copied to and from host memory; for transports that cannot reach the pool itself.
+
+    Spans of one length that begin at multiples of it, as whole blocks and rows of blocks do, are gathered on the device
+    and cross the bus as one copy; others one by one.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._device = pool.device
+        self._bytes = pool.tensor.view(-1).view(torch.uint8)
+        self.nbytes = pool.layout.pool_bytes
+
+    def read(self, spans: Spans, into: memoryview) -> None:
+        """Complete when it returns."""
+        host = torch.frombuffer(into, dtype=torch.uint8)
+        if (rows := self._rows(spans)) is not None:
+            table, indices = rows
+            host.view(len(indices), -1).copy_(table.index_select(0, indices))
+            return
+        place = 0
+        for offset, length in zip(spans.offsets.tolist(), spans.lengths.tolist(), strict=True):
+            host[place : place + length].copy_(self._bytes[offset : offset + length])
+            place += length
+
+    def write(self, spans: Spans, data: memoryview) -> None:
+        """The inverse of `read`."""
+        host = torch.frombuffer(data, dtype=torch.uint8)
+        if (rows := self._rows(spans)) is not None:
+            table, indices = rows
+            table.index_copy_(0, indices, host.view(len(indices), -1).to(self._device))
+            return
+        place = 0
+        for offset, length in zip(spans.offsets.tolist(), spans.lengths.tolist(), strict=True):
+            self._bytes[offset : offset + length].copy_(host[place : place + length])
+            place += length
+
+    def pin(self, region: memoryview) -> bool:
+        """Lock host memory, so that copies to and from a GPU run at the bus's speed. False: not needed, or refused."""
+        if self._device.type != "cuda":
+            return False
+        address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+        return int(torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)) == 0  # type: ignore[no-untyped-call]
+
+    def _rows(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The pool as rows of the spans' length, and which of them; None when they are no such rows."""
+        length = int(spans.lengths[0])
+        if (spans.lengths != length).any() or (spans.offsets % length).any():
+            return None
+        table = self._bytes[: self.nbytes // length * length].view(-1, length)
+        return table, torch.from_numpy(spans.offsets // length).to(self._device)
 
 
 class SwapMemory:

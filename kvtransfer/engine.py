@@ -321,6 +321,14 @@ class TransferEngine:
             events, self._events = self._events, []
         return events
 
+    def most_lease_bytes(self) -> float:
+        """The largest lease that can ever be opened. Here any: bytes arrive where they belong."""
+        return math.inf
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a lease of so many bytes could be opened now."""
+        return True
+
     def in_flight(self) -> int:
         """Pushes not ended plus takes not ended."""
         with self._lock:
@@ -424,6 +432,7 @@ class TransferEngine:
     def _end_push(self, push: _Push, error: str, ended_s: float = math.inf) -> None:
         key, push_id = push.offer.key, push.offer.push_id
         del self._pushes[push_id]
+        self._released(push)
         if error:
             self._report_failed(push, error)
         elif not push.reported:
@@ -431,14 +440,20 @@ class TransferEngine:
             counts = self._counts[push.scheme]
             self._cooling.pop(push.offer.destination, None)
             counts.update(pushes=1, push_bytes=push.num_bytes, push_microseconds=round(duration_s * 1e6))
-            self._events.append(PushDone(key, push_id, push.num_bytes, duration_s))
+            self._tell(PushDone(key, push_id, push.num_bytes, duration_s))
         self._quiet_if_withdrawn(key)
 
     def _report_failed(self, push: _Push, reason: str) -> None:
         if not push.reported:
             push.reported = True
             self._counts[push.scheme].update(failed=1)
-            self._events.append(PushFailed(push.offer.key, push.offer.push_id, reason))
+            self._tell(PushFailed(push.offer.key, push.offer.push_id, reason))
+
+    def _tell(self, event: PushDone | PushFailed) -> None:
+        self._events.append(event)
+
+    def _released(self, push: _Push) -> None:
+        """No transport reads its spans any more; how it ended is told next, if it was not before."""
 
     def _quiet_if_withdrawn(self, key: LeaseKey) -> None:
         if key in self._withdrawn and not any(push.offer.key == key for push in self._pushes.values()):

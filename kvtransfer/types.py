@@ -238,6 +238,8 @@ class TransferStats:
     receive_bytes: int = 0
     in_flight: int = 0
     failed: int = 0
+    staged_bytes: int = 0
+    """Pushed and received by way of staging memory (`kvtransfer.staging`)."""
     best_bytes_per_s: float = 0.0
     """As a source, to the best of its peers, while traffic lasted; 0 before there was enough of it."""
     limit_bytes_per_s: float = 0.0

@@ -451,7 +451,7 @@ class Frame:
 @dataclass(frozen=True, slots=True)
 class TransferCounters:
     """What one transport of a worker has moved since its start, both ways. `push_seconds`: from push to its
-    acknowledgement, summed."""
+    acknowledgement, summed; `staged_bytes`: of all bytes those that went by way of staging memory."""
 
     scheme: str
     pushes: int = 0
@@ -461,6 +461,7 @@ class TransferCounters:
     receive_bytes: int = 0
     in_flight: int = 0
     failed: int = 0
+    staged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -929,7 +929,7 @@ class TierLoad(_message.Message):
     def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., stored: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
 class TransferCounters(_message.Message):
-    __slots__ = ("scheme", "pushes", "push_bytes", "push_seconds", "receives", "receive_bytes", "in_flight", "failed")
+    __slots__ = ("scheme", "pushes", "push_bytes", "push_seconds", "receives", "receive_bytes", "in_flight", "failed", "staged_bytes")
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     PUSHES_FIELD_NUMBER: _ClassVar[int]
     PUSH_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -938,6 +938,7 @@ class TransferCounters(_message.Message):
     RECEIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     scheme: str
     pushes: int
     push_bytes: int
@@ -946,7 +947,8 @@ class TransferCounters(_message.Message):
     receive_bytes: int
     in_flight: int
     failed: int
-    def __init__(self, scheme: _Optional[str] = ..., pushes: _Optional[int] = ..., push_bytes: _Optional[int] = ..., push_seconds: _Optional[float] = ..., receives: _Optional[int] = ..., receive_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., failed: _Optional[int] = ...) -> None: ...
+    staged_bytes: int
+    def __init__(self, scheme: _Optional[str] = ..., pushes: _Optional[int] = ..., push_bytes: _Optional[int] = ..., push_seconds: _Optional[float] = ..., receives: _Optional[int] = ..., receive_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., failed: _Optional[int] = ..., staged_bytes: _Optional[int] = ...) -> None: ...
 
 class FetchCounters(_message.Message):
     __slots__ = ("source", "fetches", "blocks", "kv_bytes", "seconds", "failed")

@@ -57,9 +57,18 @@ def engine_config(path: Path) -> EngineConfig:
     return EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, threads=1)
 
 
-def control(name: str, role: str, path: Path, scheme: str = "tcp", **settings: object) -> Control:
+def control(
+    name: str, role: str, path: Path, scheme: str = "tcp", staging: str = "auto", **settings: object
+) -> Control:
     worker = WorkerSettings(name=name, incarnation="", role=role, address="", allow_faults=True)
-    rank = RankSettings(worker=worker, engine=engine_config(path), transports=(scheme,), checksums=True)
+    rank = RankSettings(
+        worker=worker,
+        engine=engine_config(path),
+        transports=(scheme,),
+        checksums=True,
+        staging=staging,
+        staging_bytes=4 << 20,
+    )
     return Control(ControlSettings(secret=SECRET, **settings), rank)  # type: ignore[arg-type]
 
 
@@ -137,6 +146,29 @@ async def no_blocks_held(worker: Control) -> None:
     async with asyncio.timeout(12):
         while (report := await worker.next_report()).load.live_blocks or report.request_ids:
             assert not worker.died.done()
+
+
+@pytest.mark.parametrize("scheme", ["shm", "ucx", "tcp"])
+async def test_kv_of_a_pool_that_no_transport_reaches_goes_by_way_of_staging_memory(
+    checkpoint: Path, gateway: Gateway, scheme: str
+) -> None:
+    """The prefill worker's pool; decode's is reached."""
+    if scheme == "ucx" and not ucx_available()[0]:
+        pytest.skip(ucx_available()[1])
+    workers = control("p0", "prefill", checkpoint, scheme, "always"), control("d0", "decode", checkpoint, scheme)
+    await asyncio.gather(*(worker.start() for worker in workers))
+    try:
+        req = request("r")
+        stream, submit = await gateway.start(req, *refs(workers))
+        deltas = await gateway.collect(stream)
+        assert [token.token_id for delta in deltas for token in delta.tokens] == alone(checkpoint, req)
+        assert submit is not None
+        answer = await submit
+        assert isinstance(answer, HandedOver)
+        assert (answer.report.transport, answer.report.kv_blocks) == (scheme, 7)
+        await asyncio.gather(*(no_blocks_held(worker) for worker in workers))
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers))
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm", "ucx"])

@@ -234,6 +234,7 @@ BAD_VALUES = {
     "transport twice": ("transfer: {transports: [tcp, tcp]}", "transfer.transports", "each once"),
     "no transport": ("transfer: {transports: []}", "transfer.transports: is a list of nothing", "at least one"),
     "text for a list": ("transfer: {transports: ucx}", "transfer.transports: is 'ucx'", "a list"),
+    "staging of another kind": ("transfer: {staging: never}", "transfer.staging: is 'never'", "auto, always"),
     "number for a boolean": ("transfer: {checksums: 1}", "transfer.checksums: is 1", "true or false"),
     "text for a boolean": ('transfer: {checksums: "no"}', "transfer.checksums: is 'no'", "true or false"),
     "number for a text": ("model: {name: 7}", "model.name: is 7", "in quotes"),

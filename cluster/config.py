@@ -20,7 +20,7 @@ ROLES = ("prefill", "decode")
 POLICY_NAMES = ("sla", "round_robin", "least_loaded")
 LOCAL_PREFILL = ("auto", "never", "always")
 FETCH = ("auto", "never")
-STAGING = ("auto", "always")
+STAGING = ("auto", "always", "never")
 TRANSPORTS = ("shm", "ucx", "tcp", "inproc")
 
 
@@ -134,7 +134,8 @@ class TransferSection:
     """Best first; a pair uses the first that both ends have and that can join them: shm joins workers of one host."""
     checksums: bool = False
     staging: str = "auto"
-    """`auto`: KV in a device's memory moves by way of `staging_bytes` of host memory; `always`: any KV does."""
+    """`auto`: KV in a device's memory moves by way of `staging_bytes` of host memory; `always`: any KV does; `never`:
+    UCX alone moves it, by its own roads (CUDA IPC, GPUDirect), without checksums."""
     staging_bytes: int = 1 << 30
     net_device: str = "lo"
     """Where transports listen; never everywhere unless told."""
@@ -217,7 +218,7 @@ def engine_config(config: TandemConfig, role: str, model_path: str | Path) -> En
         block_size=pool.block_size or model.block_size,
         num_blocks=pool.num_blocks,
         kv_memory_bytes=pool.kv_memory_bytes,
-        kv_shared="shm" in config.transfer.transports and config.transfer.staging == "auto",
+        kv_shared="shm" in config.transfer.transports and config.transfer.staging != "always",
         max_model_len=model.max_model_len,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,

@@ -476,6 +476,9 @@ def _check_together(config: TandemConfig, walk: _Walk) -> None:
         where = next(path for path in ("pools.prefill.block_size", "pools.decode.block_size") if path in walk.lines)
         both = f"{sizes[0]} for prefill, {sizes[1]} for decode"
         _refuse(walk, where, "the larger block size must be a multiple of the smaller", both)
+    if config.transfer.staging == "never" and config.transfer.checksums:
+        rule = "bytes that nobody here can look at have no checksums: leave them off, or use staging: auto"
+        _refuse(walk, "transfer.checksums", rule, "true with staging: never")
     if gateway.http_port == gateway.grpc_port:
         _refuse(walk, "gateway.grpc_port", "must differ from http_port", str(gateway.grpc_port))
     if times.restart_backoff_s > times.restart_backoff_max_s:

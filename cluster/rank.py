@@ -26,6 +26,7 @@ from cluster.ipc import LAST_WORD, RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
 from engine.errors import TandemError
+from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.memory import SharedMemory, private_memory
@@ -182,8 +183,28 @@ def limit_threads(threads: int | None) -> None:
 def open_transfers(settings: RankSettings, engine: Engine, doorbell: Doorbell) -> TransferEngine:
     """The transfer engine over the transports that this machine has. Raises TransferError when there is none."""
     peer = f"{settings.worker.name}#{settings.worker.incarnation}"
-    staged = settings.staging == "always" or not engine.on_host
-    region = staging_memory(settings) if staged else engine.pool_bytes()
+    if settings.staging == "always" or not (engine.on_host or settings.staging == "never"):
+        return _staged(peer, engine, settings, doorbell)
+    if engine.on_host:
+        memory = engine.pool_bytes()
+        transports = _transports(peer, memory, settings)
+        return TransferEngine(peer, memory, transports, wake=doorbell.ring, checksums=settings.checksums)
+    pool = engine.pool_spans()
+    region = DeviceRegion(pool.address, pool.nbytes, pool)
+    transports = _transports(peer, region, settings)
+    log.info("KV moves straight from and to the device's memory, over UCX")
+    return TransferEngine(peer, region, transports, wake=doorbell.ring, settle=pool.settle)
+
+
+def _staged(peer: str, engine: Engine, settings: RankSettings, doorbell: Doorbell) -> TransferEngine:
+    region, copies = staging_memory(settings), engine.pool_spans()
+    transports = _transports(peer, region, settings)
+    pinned = "pinned" if copies.pin(region) else "unpinned"
+    log.info("KV moves by way of %.0f MiB of %s host memory", region.nbytes / (1 << 20), pinned)
+    return StagedTransfers(peer, region, transports, copies, wake=doorbell.ring, checksums=settings.checksums)
+
+
+def _transports(peer: str, region: Region, settings: RankSettings) -> list[Transport]:
     transports: list[Transport] = []
     missing: list[str] = []
     for scheme in settings.transports:
@@ -194,12 +215,7 @@ def open_transfers(settings: RankSettings, engine: Engine, doorbell: Doorbell) -
             missing.append(str(error))
     if not transports:
         raise TransferError("no transport can be used: " + "; ".join(missing))
-    if not staged:
-        return TransferEngine(peer, region, transports, wake=doorbell.ring, checksums=settings.checksums)
-    copies = engine.pool_spans()
-    pinned = "pinned" if copies.pin(region) else "unpinned"
-    log.info("KV moves by way of %.0f MiB of %s host memory", region.nbytes / (1 << 20), pinned)
-    return StagedTransfers(peer, region, transports, copies, wake=doorbell.ring, checksums=settings.checksums)
+    return transports
 
 
 def staging_memory(settings: RankSettings) -> memoryview:
@@ -211,7 +227,7 @@ def staging_memory(settings: RankSettings) -> memoryview:
         raise TransferError(f"staging memory of {settings.staging_bytes} bytes cannot be had: {error}") from error
 
 
-def _transport(scheme: str, peer: str, region: memoryview, settings: RankSettings) -> Transport:
+def _transport(scheme: str, peer: str, region: Region, settings: RankSettings) -> Transport:
     return make_transport(
         scheme,
         peer,

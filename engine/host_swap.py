@@ -94,6 +94,12 @@ class PoolSpans:
         self._device = pool.device
         self._bytes = pool.tensor.view(-1).view(torch.uint8)
         self.nbytes = pool.layout.pool_bytes
+        self.address = self._bytes.data_ptr()
+
+    def settle(self) -> None:
+        """What kernels have written so far is there when it returns."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def read(self, spans: Spans, into: memoryview) -> None:
         """Complete when it returns."""

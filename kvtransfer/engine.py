@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.checksum import span_checksums
+from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
 from kvtransfer.layout import check_region, check_spans
@@ -114,26 +115,32 @@ class TransferEngine:
     def __init__(
         self,
         me: PeerId,
-        region: memoryview,
+        region: Region,
         transports: Sequence[Transport],
         *,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
         checksums: bool = False,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """`region` and `me` are those that the transports were made with, `clock` counts seconds, `wake` (called on any
-        thread) says that `poll` has news. With `checksums` what is sent from here is verified where it arrives.
+        thread) says that `poll` has news, and when `settle` returns, what was last written to the region is there. With
+        `checksums` what is sent from here is verified where it arrives.
 
-        Raises `TransferError` for a region that is no writable, contiguous memory of single bytes.
+        Raises `TransferError` for a region that is no writable, contiguous memory of single bytes, and for checksums of
+        a device's memory.
         """
         check_region(region)
+        if checksums and isinstance(region, DeviceRegion):
+            raise TransferError("checksums need memory that can be looked at: stage it, or do without them")
         self.me = me
         self.faults = FaultPlan()
         self._region = region
         self._region_bytes = region.nbytes
         self._clock = clock
         self._wake = wake
+        self._settle = settle
         self._checksums = checksums
         self._window_bytes = window_bytes
         self._lock = threading.Lock()
@@ -245,6 +252,7 @@ class TransferEngine:
             raise TransferError(f"{key} was withdrawn")
         chosen = self._choose(peer, scheme)
         spans = Spans.of(spans)
+        self._settle()
         self._last_push_id += 1
         now = self._clock()
         push = _Push(
@@ -255,7 +263,7 @@ class TransferEngine:
                 lengths=Numbers(spans.lengths),
                 source=self.me,
                 destination=peer,
-                checksums=span_checksums(self._region, spans) if self._checksums else NO_NUMBERS,
+                checksums=self._sums(spans) if self._checksums else NO_NUMBERS,
             ),
             spans=spans,
             num_bytes=spans.num_bytes,
@@ -494,6 +502,8 @@ class TransferEngine:
             return f"spans {offer.first} … {last - 1} were offered before"
         if offer.lengths.pack() != lease.spans.lengths[offer.first : last].tobytes():
             return f"lengths of spans {offer.first} … {last - 1} differ from the lease's"
+        if len(offer.checksums) and isinstance(self._region, DeviceRegion):
+            return "checksums cannot be verified in a device's memory: stage it, or send none"
         if len(offer.checksums) not in (0, len(offer.lengths)):
             return f"{len(offer.checksums)} checksums for {len(offer.lengths)} spans"
         return ""
@@ -520,10 +530,14 @@ class TransferEngine:
         if not len(offer.checksums) or lease.closing or lease.failed:
             return ""
         spans = lease.spans[offer.first : offer.first + len(offer.lengths)]
-        for index, (got, sent) in enumerate(zip(span_checksums(self._region, spans), offer.checksums, strict=True)):
+        for index, (got, sent) in enumerate(zip(self._sums(spans), offer.checksums, strict=True)):
             if got != sent:
                 return f"checksum of span {offer.first + index} is {got:016x}, the source sent {sent:016x}"
         return ""
+
+    def _sums(self, spans: Spans) -> Numbers:
+        assert isinstance(self._region, memoryview), "checksums of a device's memory are refused at the start"
+        return span_checksums(self._region, spans)
 
     def _fail_lease(self, key: LeaseKey, lease: _Lease, reason: str, scheme: str | None = None) -> None:
         if lease.failed or lease.closing:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvtransfer.device import Region
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import LeaseKey, Offer, PeerId, Span
 
@@ -80,7 +81,7 @@ class _Held:
 class FaultyTransport:
     """A transport whose offers and takes pass through a `FaultPlan`; transparent while the plan is empty."""
 
-    def __init__(self, inner: Transport, region: memoryview, plan: FaultPlan, clock: Callable[[], float]) -> None:
+    def __init__(self, inner: Transport, region: Region, plan: FaultPlan, clock: Callable[[], float]) -> None:
         self._inner = inner
         self._region = region
         self._plan = plan
@@ -162,6 +163,7 @@ class FaultyTransport:
         spans = self._taking.pop((taken.offer.source, taken.offer.key, taken.offer.push_id), ())
         rule = self._plan.next_take()
         if rule is not None and len(spans) and not taken.error:
+            assert isinstance(self._region, memoryview), "who corrupts bytes must be able to look at them"
             self._region[spans[0].offset] ^= 0xFF
 
     def _wake_after(self, delay_s: float | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.errors import TransferError
 from kvtransfer.types import Numbers, Span, Spans
 
@@ -111,8 +112,10 @@ def check_spans(spans: Sequence[Span], region_bytes: int) -> str:
     return f"span [{span.offset}, +{span.length}) is outside the region of {region_bytes} bytes"
 
 
-def check_region(region: memoryview) -> None:
+def check_region(region: Region) -> None:
     """Raises `TransferError` unless offsets into `region` are those of its bytes, and bytes can be written to it."""
+    if isinstance(region, DeviceRegion):
+        return
     if region.ndim != 1 or region.itemsize != 1 or not region.c_contiguous:
         raise TransferError("a region is contiguous memory seen as single bytes; for an array, use `.cast('B')`")
     if region.readonly:
@@ -145,8 +148,8 @@ class Cursor:
             self._next += 1
 
 
-def views_of(region: memoryview, spans: Sequence[Span]) -> list[memoryview]:
-    """The memory of each span."""
+def views_of(region: Region, spans: Sequence[Span]) -> list[Any]:
+    """The memory of each span, of the region's own kind."""
     many = Spans.of(spans)
     bounds = zip(many.offsets.tolist(), (many.offsets + many.lengths).tolist(), strict=True)
     return [region[start:end] for start, end in bounds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from kvtransfer.device import Region
 from kvtransfer.errors import TransferError
 from kvtransfer.inproc import InprocHub, InprocTransport
 from kvtransfer.layout import check_region
@@ -41,7 +42,7 @@ def ucx_available() -> tuple[bool, str]:
 def make_transport(
     scheme: str,
     me: PeerId,
-    region: memoryview,
+    region: Region,
     *,
     host: str = "127.0.0.1",
     advertise: str | None = None,
@@ -56,14 +57,6 @@ def make_transport(
     see `kvtransfer.ucx`.
     """
     check_region(region)
-    if scheme == "inproc":
-        if hub is None:
-            raise TransferError("the transport inproc needs the hub of this process")
-        return InprocTransport(me, region, hub)
-    if scheme == "shm":
-        return shm_transport(me, region)
-    if scheme == "tcp":
-        return tcp_transport(me, region, host=host, advertise=advertise)
     if scheme == "ucx":
         usable, why = ucx_available()
         if not usable:
@@ -72,6 +65,16 @@ def make_transport(
 
         options = UcxOptions(error_handling=ucx_error_handling)
         return ucx_transport(me, region, host=host, advertise=advertise, options=options)
+    if not isinstance(region, memoryview):
+        raise TransferError(f"the transport {scheme} cannot reach a device's memory: only ucx can, or stage it")
+    if scheme == "inproc":
+        if hub is None:
+            raise TransferError("the transport inproc needs the hub of this process")
+        return InprocTransport(me, region, hub)
+    if scheme == "shm":
+        return shm_transport(me, region)
+    if scheme == "tcp":
+        return tcp_transport(me, region, host=host, advertise=advertise)
     raise TransferError(f"no transport {scheme!r}; there are {', '.join(SCHEMES)}")
 
 

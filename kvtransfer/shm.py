@@ -53,10 +53,12 @@ def shm_transport(me: PeerId, region: memoryview) -> WiredTransport:
     if descriptor is None:
         raise TransferError("the transport shm needs a region that is shared memory as a whole, with a fileno()")
 
-    def make_payload(loop: IoLoop, road: Road, region: memoryview) -> Payload:
-        return ShmPayload(loop, road, region, descriptor)
+    memory = region.cast("B")
 
-    return WiredTransport("shm", me, region, make_payload, host=f"{UNIX}{host_identity()}/{secrets.token_hex(8)}")
+    def make_payload(loop: IoLoop, road: Road) -> Payload:
+        return ShmPayload(loop, road, memory, descriptor)
+
+    return WiredTransport("shm", me, make_payload, host=f"{UNIX}{host_identity()}/{secrets.token_hex(8)}")
 
 
 def host_identity() -> str:

@@ -136,6 +136,7 @@ class StagedTransfers(TransferEngine):
     ) -> None:
         super().__init__(me, region, transports, clock=clock, wake=wake, checksums=checksums, window_bytes=window_bytes)
         self._copies = copies
+        self._staging = region
         self._extents = Extents(region.nbytes // ALIGNMENT * ALIGNMENT)
         self._books = _Books()
         self._numbers = count(-1, -1)  # so that no caller's push is taken for one of the engine below
@@ -211,7 +212,7 @@ class StagedTransfers(TransferEngine):
 
     def _send(self, outer: _Outer, first: int, spans: Spans, extent: Span) -> None:
         num_bytes = spans.num_bytes
-        self._copies.read(spans, self._region[extent.offset : extent.offset + num_bytes])
+        self._copies.read(spans, self._staging[extent.offset : extent.offset + num_bytes])
         left_s = None if outer.deadline_s == float("inf") else max(0.0, outer.deadline_s - self._clock())
         try:
             number = super().push(
@@ -328,7 +329,7 @@ class StagedTransfers(TransferEngine):
     def _land(self, landing: _Landing, first: int, spans: int) -> None:
         arrived, belongs = landing.arrives[first : first + spans], landing.belongs[first : first + spans]
         start = int(arrived.offsets[0])
-        self._copies.write(belongs, self._region[start : start + belongs.num_bytes])
+        self._copies.write(belongs, self._staging[start : start + belongs.num_bytes])
 
     def stats(self) -> tuple[TransferStats, ...]:
         return tuple(replace(one, staged_bytes=one.push_bytes + one.receive_bytes) for one in super().stats())

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer import ucp
+from kvtransfer.device import Region, address_of
 from kvtransfer.errors import TransferError
 from kvtransfer.frames import FrameError, Header, decode_counts, decode_numbers
 from kvtransfer.io_loop import IoLoop
@@ -75,7 +76,7 @@ class UcxOptions:
 
 def ucx_transport(
     me: PeerId,
-    region: memoryview,
+    region: Region,
     *,
     host: str = "127.0.0.1",
     advertise: str | None = None,
@@ -89,20 +90,19 @@ def ucx_transport(
     except Exception as error:
         raise TransferError(f"UCX cannot start: {error}") from error
 
-    def make_payload(loop: IoLoop, road: Road, region: memoryview) -> Payload:
+    def make_payload(loop: IoLoop, road: Road) -> Payload:
         return UcxPayload(loop, road, pool, context, chosen)
 
-    return WiredTransport("ucx", me, region, make_payload, host=host, advertise=advertise)
+    return WiredTransport("ucx", me, make_payload, host=host, advertise=advertise)
 
 
 class _Pool:
     """The region, registered with UCX as long as this lives."""
 
-    def __init__(self, context: Any, region: memoryview) -> None:
+    def __init__(self, context: Any, region: Region) -> None:
         self.region = region
-        address = ctypes.addressof(ctypes.c_char.from_buffer(region))
         self._context = context
-        self.registration = ucp.register(context.handle, address, region.nbytes)
+        self.registration = ucp.register(context.handle, address_of(region), region.nbytes)
 
     def __del__(self) -> None:
         if hasattr(self, "registration"):

@@ -104,7 +104,7 @@ class Road(Protocol):
 class PayloadMaker(Protocol):
     """Makes a payload road for a new link."""
 
-    def __call__(self, loop: IoLoop, road: Road, region: memoryview) -> Payload: ...
+    def __call__(self, loop: IoLoop, road: Road) -> Payload: ...
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class _Outgoing:
 
     def _challenged(self, challenge: bytes) -> None:
         self._nonces = challenge, handshake.new_nonce()
-        self._payload = self._transport.make_payload(self._transport.loop, self, self._transport.region)
+        self._payload = self._transport.make_payload(self._transport.loop, self)
         blob = self._payload.blob()
         proof = self._proof("hello", blob)
         me = self._transport.me
@@ -338,7 +338,7 @@ class _Incoming:
             raise FrameError(f"{source} was forgotten")
         self.peer = source
         self.connection.max_body_bytes = frames.MAX_BODY_BYTES
-        self._payload = transport.make_payload(transport.loop, self, transport.region)
+        self._payload = transport.make_payload(transport.loop, self)
         self._payload.attach(blob)
         transport.admitted(self)
         ours = self._payload.blob()
@@ -365,7 +365,6 @@ class WiredTransport:
         self,
         scheme: str,
         me: PeerId,
-        region: memoryview,
         make_payload: PayloadMaker,
         *,
         host: str = "127.0.0.1",
@@ -376,7 +375,6 @@ class WiredTransport:
         """
         self.scheme = scheme
         self.me = me
-        self.region = region.cast("B") if region.format != "B" else region
         self.make_payload = make_payload
         self.token = handshake.new_token()
         self.loop = IoLoop(f"kv-{scheme}")

@@ -24,7 +24,7 @@ class Reads:
 
     confirms = True
 
-    def __init__(self, loop: IoLoop, road: Road, region: memoryview) -> None:
+    def __init__(self, loop: IoLoop, road: Road) -> None:
         self._road = road
 
     def blob(self) -> bytes:
@@ -62,7 +62,7 @@ def rig() -> Iterator[Rig]:
 @pytest.fixture
 def destination(rig: Rig) -> Peer:
     memory = np.zeros(REGION_BYTES, np.uint8)
-    transport = WiredTransport("reads", "decode-0#1", memoryview(memory), Reads)
+    transport = WiredTransport("reads", "decode-0#1", Reads)
     destination = rig.adopt("decode-0#1", memory, transport)
     destination.engine.open(KEY, SOURCE, [Span(0, 64), Span(64, 64)])
     return destination

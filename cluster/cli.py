@@ -232,7 +232,8 @@ def _client() -> Iterator[Client]:
 
     state = run_state.load()
     key = os.environ.get(state.api_key_env) if state.api_key_env else None
-    with Client(state.grpc, api_key=key, tls_ca=state.tls_ca) as client:
+    trusted = {"tls_ca": state.tls_ca, "tls_cert": state.tls_cert, "tls_key": state.tls_key}
+    with Client(state.grpc, api_key=key, **trusted) as client:
         yield client
 
 

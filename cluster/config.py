@@ -109,11 +109,13 @@ class SlaClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSection:
-    """Paths of PEM files. `client_ca`: clients must show a certificate signed by it."""
+    """Paths of PEM files on the gateway's machine. `client_ca`: clients must show a certificate signed by it."""
 
     cert: str
     key: str
     client_ca: str | None = None
+    ca: str | None = None
+    """The authority by which `tandem status`, `chat` and the others there know the gateway. None: `cert` itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

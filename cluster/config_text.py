@@ -188,6 +188,7 @@ _TLS = Section(
         "cert": Setting("cert", text),
         "key": Setting("key", text),
         "client_ca": Setting("client_ca", text),
+        "ca": Setting("ca", text),
     },
     required=("cert", "key"),
     field="tls",

@@ -166,7 +166,7 @@ def _ms(seconds: float | None) -> str:
 def run(config: TandemConfig) -> int:
     """Start, ask, show, stop. The exit code."""
     console, started_s = Console(highlight=False), time.monotonic()
-    config = replace(config, gateway=replace(config.gateway, http_port=0, grpc_port=0, api_key_env=None))
+    config = replace(config, gateway=replace(config.gateway, http_port=0, grpc_port=0, api_key_env=None, tls=None))
 
     def say(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/dim]  {line}")

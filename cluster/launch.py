@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from cluster import models, processes, ray_session, run_state
+from cluster import models, processes, ray_session, run_state, tls
 from cluster.cluster_status import ClusterStatus
 from cluster.config import ROLES, GatewaySection, TandemConfig, worker_names
 from cluster.ray_session import RaySession
@@ -80,6 +80,7 @@ def running(config: TandemConfig, *, say: Say, allow_faults: bool = False) -> It
 def start(config: TandemConfig, *, say: Say, allow_faults: bool = False) -> Running:
     """Start everything and wait until it serves. Raises TandemError; nothing is left behind then."""
     api_key = _api_key(config)
+    config = _with_checked_tls(config)
     address = config.cluster.ray_address
     if address is None:
         _check_ports(config.gateway)
@@ -120,6 +121,12 @@ def _api_key(config: TandemConfig) -> str | None:
     if not os.environ.get(name):
         raise StartFailed(f"the SLA file wants the API key in ${name}, which is not set")
     return os.environ[name]
+
+
+def _with_checked_tls(config: TandemConfig) -> TandemConfig:
+    """Before the minute that a start takes, and with paths that are good everywhere on this machine."""
+    gateway = config.gateway
+    return config if gateway.tls is None else replace(config, gateway=replace(gateway, tls=tls.checked(gateway.tls)))
 
 
 def _check_ports(gateway: GatewaySection) -> None:
@@ -220,9 +227,13 @@ def serve(config: TandemConfig, *, say: Say) -> None:
 
 
 def _state(cluster: Running, owner: processes.Process | None) -> RunState:
+    secured = cluster.config.gateway.tls
     return RunState(
-        grpc=cluster.grpc,
-        http=cluster.http,
+        grpc=_from_here(cluster.grpc) if secured else cluster.grpc,
+        http=_from_here(cluster.http) if secured else cluster.http,
+        tls_ca=(secured.ca or secured.cert) if secured else None,
+        tls_cert=secured.cert if secured and secured.client_ca else None,
+        tls_key=secured.key if secured and secured.client_ca else None,
         model=cluster.config.model.name,
         owner=owner,
         api_key_env=cluster.config.gateway.api_key_env,
@@ -234,8 +245,19 @@ def _state(cluster: Running, owner: processes.Process | None) -> RunState:
     )
 
 
+def _from_here(address: str) -> str:
+    """No certificate is for the address that means all of them."""
+    host, _, port = address.rpartition(":")
+    return f"localhost:{port}" if host in ("0.0.0.0", "::") else address
+
+
 def _say_ready(cluster: Running, say: Say) -> None:
-    say(f"ready: HTTP http://{cluster.http}/v1 (OpenAI style), gRPC {cluster.grpc}, model {cluster.config.model.name}")
+    scheme = "https" if cluster.config.gateway.tls else "http"
+    secured = " with TLS" if cluster.config.gateway.tls else ""
+    say(
+        f"ready: HTTP {scheme}://{cluster.http}/v1 (OpenAI style), gRPC {cluster.grpc}{secured}, "
+        f"model {cluster.config.model.name}"
+    )
 
 
 def serve_detached(arguments: list[str], *, say: Say) -> None:

@@ -42,6 +42,9 @@ class RunState:
     """Folder of the Ray that the owner has started."""
     tls_ca: str | None = None
     """PEM file by which clients here know the gateway; None: no TLS."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    """What they show it, if it wants to see a certificate."""
 
     def alive(self) -> bool:
         return self.owner is None or self.owner.alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster import models
+from cluster import models, tls
 from cluster.doctor import FAIL, OK, WARN, Finding
 from cluster.run_state import NotRunning, RunState
 from engine.errors import TandemError
@@ -94,17 +95,21 @@ def _link(source: str, rate: Mapping[str, Any]) -> str:
 
 def ask_gateway(state: RunState, path: str, *, method: str = "GET") -> dict[str, Any]:
     """One of the gateway's routes for operators. Refused when it says no, NotRunning when it does not answer."""
-    scheme = "https" if state.tls_ca else "http"
+    scheme, context = "http", None
+    if state.tls_ca is not None:
+        scheme, context = "https", tls.client_context(state.tls_ca, state.tls_cert, state.tls_key)
     request = urllib.request.Request(f"{scheme}://{state.http}{path}", method=method)
     if state.api_key_env:
         request.add_header("authorization", f"Bearer {os.environ.get(state.api_key_env, '')}")
     try:
-        with urllib.request.urlopen(request, timeout=STATUS_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=STATUS_TIMEOUT_S, context=context) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
         raise Refused(_reason(error)) from error
     except (urllib.error.URLError, OSError, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLError):
+            raise Refused(f"the gateway at {state.http} is not trusted ({error}); {tls.REMEDY}") from error
         raise NotRunning(f"the gateway at {state.http} does not say how it is: {error}") from error
 
 

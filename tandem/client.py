@@ -14,6 +14,7 @@ Both clients are thin: what a call says and what an answer means is in the funct
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack, overload
 import grpc
 import grpc.aio
 
-from tandem.errors import InvalidRequestError, RequestError, UnavailableError, error_for
+from tandem.errors import InvalidRequestError, RequestError, TlsError, UnavailableError, error_for
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import inference_pb2_grpc as rpc
 
@@ -152,13 +153,20 @@ class Client:
     """Blocking; may be shared by threads.
 
     `target` is host:port. `api_key` goes along as a bearer token. `tls_ca`: a PEM file of the authority that signed
-    the server's certificate; without it the connection is plain.
+    the server's certificate; without it the connection is plain. `tls_cert` and `tls_key`: PEM files of the
+    certificate to show to a server that wants to see one.
     """
 
     def __init__(
-        self, target: str = "127.0.0.1:50051", *, api_key: str | None = None, tls_ca: str | None = None
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
     ) -> None:
-        credentials = _credentials(tls_ca)
+        credentials = _credentials(tls_ca, tls_cert, tls_key)
         self._channel = (
             grpc.secure_channel(target, credentials, options=_CHANNEL)
             if credentials
@@ -228,9 +236,15 @@ class AsyncClient:
     """The same for asyncio: answers are awaited, pieces iterated with `async for`."""
 
     def __init__(
-        self, target: str = "127.0.0.1:50051", *, api_key: str | None = None, tls_ca: str | None = None
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
     ) -> None:
-        credentials = _credentials(tls_ca)
+        credentials = _credentials(tls_ca, tls_cert, tls_key)
         self._channel = (
             grpc.aio.secure_channel(target, credentials, options=_CHANNEL)
             if credentials
@@ -346,8 +360,24 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def _credentials(tls_ca: str | None) -> Any:
-    return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()) if tls_ca else None
+def _credentials(tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Any:
+    if tls_ca is None:
+        if tls_cert or tls_key:
+            raise ValueError("tls_cert and tls_key need tls_ca, the authority that signed the server's certificate")
+        return None
+    if (tls_cert is None) != (tls_key is None):
+        raise ValueError("tls_cert and tls_key go together")
+    _check_pem(tls_ca)
+    ca, key, cert = (Path(path).read_bytes() if path else None for path in (tls_ca, tls_key, tls_cert))
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _check_pem(path: str) -> None:
+    """gRPC would say no more than that a handshaker cannot be made."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError as error:
+        raise ValueError(f"tls_ca: {path} holds no certificate in PEM form") from error
 
 
 def _own_timeout_s(timeout_s: float | None) -> float | None:
@@ -427,4 +457,20 @@ def _models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 def _error(error: grpc.RpcError, request_id: str) -> RequestError:
     call: Any = error  # grpc's errors are also the calls that failed
-    return error_for(call.code().name, call.details() or "", request_id=request_id)
+    said = call.details() or ""
+    remedy = next((remedy for sign, remedy in _TLS_REMEDIES.items() if sign in said), None)
+    if remedy is not None and call.code() is grpc.StatusCode.UNAVAILABLE:
+        return TlsError(f"{remedy} ({said})", request_id=request_id)
+    if _HUNG_UP in said:
+        said += "; if the server wants TLS, name tls_ca, and tls_cert and tls_key if it wants to see a certificate"
+    return error_for(call.code().name, said, request_id=request_id)
+
+
+_TLS_REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "tls_ca did not sign the server's certificate: name the PEM file of who did",
+    "Hostname Verification Check failed": "the server's certificate is for other names: connect by one that it names",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: leave tls_ca out",
+}
+"""By what gRPC says of a failed connection."""
+_HUNG_UP = "all addresses; last error: UNAVAILABLE"
+"""So does a server that goes away just then."""

@@ -44,6 +44,10 @@ class UnavailableError(RequestError):
     retryable = True
 
 
+class TlsError(RequestError):
+    """Mend the client's TLS settings: the message says which."""
+
+
 class DeadlineError(RequestError):
     """Allow more time."""
 

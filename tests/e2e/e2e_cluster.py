@@ -6,8 +6,10 @@ import contextlib
 import ipaddress
 import json
 import os
+import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -27,6 +29,7 @@ from tandem import Client
 from tandem.client import Answer, ServedBy
 
 START_S = 120.0
+KEY_VARIABLE = "TANDEM_TEST_KEY"
 _LISTEN = "0A"
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -39,20 +42,25 @@ class Cluster:
     grpc: str
     http: str
     run_folder: Path
+    tls_ca: str | None = None
+    api_key: str | None = None
 
     def tandem(self, *arguments: str) -> str:
         """What a command of the operator says. AssertionError when it fails."""
         command = [sys.executable, "-m", "cluster.cli", *arguments]
-        environment = os.environ | {"TANDEM_RUN_DIR": str(self.run_folder)}
+        environment = os.environ | {"TANDEM_RUN_DIR": str(self.run_folder), KEY_VARIABLE: self.api_key or ""}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def client(self) -> Client:
-        return Client(self.grpc)
+        return Client(self.grpc, api_key=self.api_key, tls_ca=self.tls_ca)
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.http}/status", timeout=10) as answer:
+        asked = urllib.request.Request(f"{'https' if self.tls_ca else 'http'}://{self.http}/status")
+        asked.add_header("authorization", f"Bearer {self.api_key}")
+        context = ssl.create_default_context(cafile=self.tls_ca) if self.tls_ca else None
+        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:
             return dict(json.load(answer))
 
     def worker(self, name: str) -> dict[str, Any]:
@@ -119,7 +127,8 @@ def serving(folder: Path, config: dict[str, Any]) -> Iterator[Cluster]:
     file = folder / "cluster.sla.yaml"
     file.write_text(yaml.safe_dump(config))
     run_folder = folder / "run"
-    environment = {**os.environ, "TANDEM_RUN_DIR": str(run_folder)}
+    api_key = secrets.token_hex(8) if config["gateway"].get("api_key_env") == KEY_VARIABLE else None
+    environment = {**os.environ, "TANDEM_RUN_DIR": str(run_folder), KEY_VARIABLE: api_key or ""}
     log_path = folder / "serve.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
@@ -131,7 +140,7 @@ def serving(folder: Path, config: dict[str, Any]) -> Iterator[Cluster]:
         )
     try:
         state = _state(run_folder / "cluster.json", process, log_path)
-        yield Cluster(process, state["grpc"], state["http"], run_folder)
+        yield Cluster(process, state["grpc"], state["http"], run_folder, state["tls_ca"], api_key)
     finally:
         family = processes.descendants(process.pid)
         process.send_signal(signal.SIGTERM)

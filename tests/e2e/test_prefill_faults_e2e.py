@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from e2e_cluster import PROMPT, Cluster, ask_capital, idle
 
 from cluster import processes
 from tandem import Client
-from tandem.errors import RequestError
+from tandem.errors import RequestError, UnauthenticatedError, UnavailableError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -41,6 +42,19 @@ def test_both_prefill_workers_serve_over_ucx(two_prefill: Cluster) -> None:
     assert {by.transport for by in served} <= {"ucx", ""}
     assert any(by.kv_bytes for by in served)
     two_prefill.until_idle()
+
+
+def test_neither_the_commands_nor_the_client_get_in_without_the_key_or_another_way_than_by_tls(
+    two_prefill: Cluster,
+) -> None:
+    two_prefill.until_all_alive()
+    assert "ready" in two_prefill.tandem("status")
+    with pytest.raises(AssertionError, match="a valid API key is needed"):
+        replace(two_prefill, api_key="wrong").tandem("status")
+    with Client(two_prefill.grpc, tls_ca=two_prefill.tls_ca) as client, pytest.raises(UnauthenticatedError):
+        ask_capital(client)
+    with Client(two_prefill.grpc, api_key=two_prefill.api_key) as client, pytest.raises(UnavailableError, match="TLS"):
+        ask_capital(client)
 
 
 def test_requests_on_a_killed_prefill_worker_end_in_time_and_it_comes_back(two_prefill: Cluster) -> None:

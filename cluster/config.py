@@ -141,6 +141,8 @@ class TransferSection:
     staging_bytes: int = 1 << 30
     net_device: str = "lo"
     """Where transports listen; never everywhere unless told."""
+    link_probes: bool = True
+    """Whether idle pairs are measured, with 16 MiB each, before anybody needs to know how fast they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,6 +214,7 @@ _TRANSFER = Section(
         "staging": Setting("staging", one_of(STAGING)),
         "staging_memory": Setting("staging_bytes", size),
         "net_device": Setting("net_device", text),
+        "link_probes": Setting("link_probes", boolean),
     },
     field="transfer",
 )

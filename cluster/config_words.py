@@ -61,7 +61,8 @@ def _lines(config: TandemConfig) -> Iterator[str]:
     key = f"clients need the key in ${gateway.api_key_env}" if gateway.api_key_env else "anybody who reaches it may ask"
     yield f"  {secured}, {key}; at most {gateway.max_streams} streams at once."
     sums = "with" if config.transfer.checksums else "without"
-    yield f"KV moves over {', else '.join(config.transfer.transports)}, {sums} checksums."
+    probes = "idle pairs are measured" if config.transfer.link_probes else "pairs are measured by what they move alone"
+    yield f"KV moves over {', else '.join(config.transfer.transports)}, {sums} checksums; {probes}."
     if config.transfer.staging == "always":
         yield f"  It goes by way of {_size(config.transfer.staging_bytes)} of staging memory at either end."
     times = config.timeouts

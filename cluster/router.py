@@ -178,6 +178,8 @@ class RouterState:
 
     def probes_due(self, now: float) -> tuple[Pair, ...]:
         """Pairs to be measured now, for nobody is at work there: each destination is to be asked (`ProbeLink`)."""
+        if not self._config.transfer.link_probes:
+            return ()
         idle = [known for known in self._known.values() if self._routable(known) and _is_idle(known)]
         fetch = self._knobs.fetch != "never"
         unmeasured = [

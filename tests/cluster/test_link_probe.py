@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster import link_probe
-from cluster.config import TandemConfig
+from cluster.config import TandemConfig, TransferSection
 from cluster.local import LocalCluster
 from cluster.probe_turns import AGAIN_S, MOST_TRIES, Pair, ProbeTurns
 from engine.types import Request
@@ -64,6 +64,14 @@ async def test_an_idle_pair_is_measured_and_everybody_can_see_it(toy: Path) -> N
         assert sent == link_probe.ROUNDS * link_probe.ROUND_BYTES <= 16 * 2**20
         later = cluster.router.probes_due(cluster.now() + 2 * AGAIN_S)
         assert Pair(cluster.info("prefill-0").ref, cluster.info("decode-0").ref) not in later
+
+
+async def test_a_config_without_probes_leaves_idle_pairs_alone(toy: Path) -> None:
+    settings = roomy()
+    async with running(toy, settings) as cluster:
+        await cluster.until(lambda: bool(cluster.router.probes_due(cluster.now())))
+        cluster.router._config = replace(settings, transfer=TransferSection(link_probes=False))
+        assert cluster.router.probes_due(cluster.now() + 2 * AGAIN_S) == ()
 
 
 async def test_what_was_measured_of_a_worker_goes_with_it(toy: Path) -> None:

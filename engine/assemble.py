@@ -24,13 +24,15 @@ _log = logging.getLogger(__name__)
 def assemble(config: EngineConfig) -> tuple[ModelRunner | CpuRunner, ModelFacts, memoryview | None]:
     """Runner, facts and the pool's bytes (None when it is in a device's memory).
 
-    Raises ModelError for the checkpoint, ConfigError when no block fits.
+    Raises ModelError for the checkpoint, ConfigError when no block fits into the pool or into a swap space that must be
+    used.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = open_checkpoint(config.model)
     shape = checkpoint.config
     layout = _layout(config, shape)
+    _check_swap(config, layout)
     pool = _pool(layout, config.device, shared=config.kv_shared)
     facts = ModelFacts(
         model=config.model,
@@ -57,6 +59,17 @@ def _layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
         remedy = f"at least {one.block_bytes}, the bytes of one KV block"
         raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, remedy)
     return KVLayout(num_blocks, one.layers, one.kv_heads, one.head_dim, one.block_size, one.dtype)
+
+
+def _check_swap(config: EngineConfig, layout: KVLayout) -> None:
+    if config.preemption == "recompute" or not 0 < config.swap_bytes < layout.block_bytes:
+        return
+    if config.preemption == "swap":
+        remedy = f"at least {layout.block_bytes}, the bytes of one KV block, or preemption recompute"
+        raise ConfigError("swap_bytes", config.swap_bytes, remedy)
+    _log.warning(
+        "a swap space of %d bytes holds no KV block of %d: none is used", config.swap_bytes, layout.block_bytes
+    )
 
 
 def _pool(layout: KVLayout, device: str, *, shared: bool) -> KVPool:

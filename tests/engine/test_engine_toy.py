@@ -119,3 +119,15 @@ def test_swap_space_is_bounded_by_its_bytes(checkpoint: Path) -> None:
     engine = opened(checkpoint, swap_bytes=1 << 20)
     assert engine.load(0.0).swap_total_blocks == (1 << 20) // engine.info.block_bytes
     assert opened(checkpoint, swap_bytes=0).load(0.0).swap_total_blocks == 0
+
+
+def test_a_swap_space_that_holds_no_block_is_refused_where_it_must_be_used_and_told_where_it_may(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    least = opened(checkpoint).info.block_bytes
+    with pytest.raises(ConfigError, match=f"swap_bytes is {least - 1}; it must be at least {least}, the bytes of one"):
+        opened(checkpoint, preemption="swap", swap_bytes=least - 1)
+    assert opened(checkpoint, preemption="swap", swap_bytes=least).load(0.0).swap_total_blocks == 1
+    assert not caplog.records
+    opened(checkpoint, swap_bytes=1)
+    assert f"holds no KV block of {least}" in caplog.text

@@ -63,8 +63,8 @@ class RouterActor:
     async def register(self, info: WorkerInfo, events: str, where: Whereabouts, draining: bool) -> Declined | None:
         return self.host.register(info, events, where, draining=draining)
 
-    async def failed(self, name: str, why: str) -> None:
-        self.host.failed(name, why)
+    async def failed(self, name: str, why: str, hopeless: bool) -> None:
+        self.host.failed(name, why, hopeless=hopeless)
 
     async def knows(self, ref: WorkerRef) -> bool:
         return self.host.knows(ref)
@@ -188,9 +188,9 @@ class RayDesk:
             except (RayError, ValueError):
                 await asyncio.sleep(0.5)
 
-    async def failed(self, name: str, why: str) -> None:
+    async def failed(self, name: str, why: str, hopeless: bool) -> None:
         try:
-            await asyncio.wait_for(_router().failed.remote(name, why), ASK_S)
+            await asyncio.wait_for(_router().failed.remote(name, why, hopeless), ASK_S)
         except (RayError, ValueError, TimeoutError):
             log.warning("the router could not be told that %s ends: %s", name, why)
 

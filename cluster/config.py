@@ -189,6 +189,8 @@ class TandemConfig:
     cluster: ClusterSection = ClusterSection()
     warnings: tuple[str, ...] = ()
     """What is allowed but looks like a mistake, for the start to show."""
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """`FILE:LINE` of the file's keys, by path (`pools.decode.kv_memory`): for what only a start can refuse."""
 
 
 def default_config() -> TandemConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -314,8 +314,11 @@ class _Walk:
     def complain(self, line: int, path: str, message: str) -> None:
         self.problems.append(f"{self._name}:{line}: {path}: {message}")
 
+    def place(self, path: str) -> str:
+        return f"{self._name}:{self.lines.get(path, 1)}"
+
     def where(self, path: str) -> str:
-        return f"{self._name}:{self.lines.get(path, 1)}: {path}"
+        return f"{self.place(path)}: {path}"
 
     def section(self, section: Section, node: Node, path: str) -> Any:
         """The section's dataclass; None when a problem was found in it."""
@@ -430,7 +433,8 @@ def _finished(config: TandemConfig, document: Node, walk: _Walk) -> TandemConfig
         if not has_timeout:
             classes[name] = replace(sla, timeout_s=config.timeouts.request_s)
     config = replace(config, classes=classes, model=_named(config.model, walk))
-    return replace(config, warnings=tuple(_doubts(config, walk)))
+    places = {path: walk.place(path) for path in walk.lines}
+    return replace(config, warnings=tuple(_doubts(config, walk)), places=places)
 
 
 def _named(model: ModelSection, walk: _Walk) -> ModelSection:
@@ -460,12 +464,25 @@ def _check_engines(config: TandemConfig, walk: _Walk) -> None:
         try:
             engine_config(config, role, config.model.path or config.model.name)
         except ConfigError as error:
-            own = [f"pools.{role}.{key}" for key, setting in _POOL.items() if setting.field == error.field]
-            model = f"model.{error.field}"
-            path = model if not own or (own[0] not in walk.lines and model in walk.lines) else own[0]
-            faults[path] = str(error).removeprefix(f"{error.field} ")
+            faults[_engine_paths(role, walk.lines)[error.field]] = error.fault
     for path, fault in faults.items():
         walk.complain(walk.lines.get(path, walk.lines.get(path.rpartition(".")[0], 1)), path, fault)
+
+
+def _engine_paths(role: str, stated: Collection[str]) -> dict[str, str]:
+    """The file's key for each engine setting of a worker of this role: the pool's, unless only the model's is there."""
+    paths = {entry.field: f"model.{key}" for key, entry in _MODEL.keys.items()}
+    for key, entry in _POOL.items():
+        path = f"pools.{role}.{key}"
+        if path in stated or paths.get(entry.field) not in stated:
+            paths[entry.field] = path
+    return paths
+
+
+def engine_keys(config: TandemConfig, role: str) -> dict[str, str]:
+    """The same for people: with file and line where the config's file says it."""
+    told = {field: (config.places.get(path), path) for field, path in _engine_paths(role, config.places).items()}
+    return {field: f"{place}: {path}" if place else path for field, (place, path) in told.items()}
 
 
 def _check_together(config: TandemConfig, walk: _Walk) -> None:

@@ -62,6 +62,10 @@ class WorkerDied(TandemError):
     """The rank process ended before it was ready; the message says how, and why as far as the rank could tell."""
 
 
+class WorkerUnfit(WorkerDied):
+    """It would end so again: its settings or its checkpoint are at fault."""
+
+
 _LAST_WORD_S = 1.0
 """How much longer than a failed rank its last word may take."""
 
@@ -105,7 +109,7 @@ class Control:
         self._gateways: dict[str, asyncio.Queue[Frame | None]] = {}
         self._requests: dict[str, set[str]] = defaultdict(set)
         self._heard_s = 0.0
-        self._last_word: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._last_word: asyncio.Future[Declined] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo | None = None
         self.last_report: LoadReport | None = None
@@ -280,13 +284,14 @@ class Control:
             self.info = self._ready.result()
             return self.info
         why = self.died.result() if self.died.done() else f"not ready after {self._settings.start_s:g} s"
-        raise WorkerDied(f"worker {self._name} did not start: {why}")
+        unfit = self._last_word.done() and self._last_word.result().code is Code.INVALID
+        raise (WorkerUnfit if unfit else WorkerDied)(f"worker {self._name} did not start: {why}")
 
     async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if code > 0:
             await asyncio.wait({self._last_word}, timeout=_LAST_WORD_S)
-        why = f": {self._last_word.result()}" if self._last_word.done() else ""
+        why = f": {self._last_word.result().message}" if self._last_word.done() else ""
         self._lost(f"its rank process ended with {_exit_name(code)}{why}")
 
     async def _watch_silence(self) -> None:
@@ -327,8 +332,8 @@ class Control:
                     await self._publish(value)
                 case WorkerInfo():
                     self._ready.set_result(value)
-                case Declined(message=why) if ask_id == LAST_WORD:
-                    self._last_word.set_result(why)
+                case Declined() if ask_id == LAST_WORD:
+                    self._last_word.set_result(value)
                 case _:
                     asked = self._waiting.get(ask_id)
                     if asked is not None and not asked.done():

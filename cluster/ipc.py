@@ -7,7 +7,8 @@ say where the socket is. Nothing here is ever pickled.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.fetching import FetchLimits
@@ -40,6 +41,8 @@ class RankSettings:
     host: str = "127.0.0.1"
     advertise: str | None = None
     ucx_error_handling: bool = True
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """What people call the engine's settings, for errors: `FILE:LINE: KEY`, or the key alone where no file says it."""
 
 
 def to_json(settings: RankSettings) -> str:

@@ -63,7 +63,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """It failed to start too often; people must look."""
+    """It failed to start too often, or would for ever; people must look."""
 
     worker: str
     why: str
@@ -169,14 +169,15 @@ class Membership:
         else:
             self._enter(member, Health.SUSPECT, now, f"accused: {why}")
 
-    def exited(self, name: str, incarnation: str, why: str, now: float) -> None:
-        """Its process is gone (`incarnation` empty: before it joined). Late news of a fenced one changes nothing."""
+    def exited(self, name: str, incarnation: str, why: str, now: float, *, hopeless: bool = False) -> None:
+        """Its process is gone (`incarnation` empty: before it joined). Late news of a fenced one changes nothing.
+        `hopeless`: started anew it would fail again; believed of a worker that has never joined."""
         member = self._members.get(name)
         if member is None:
             return
         never_joined = member.health is Health.STARTING and incarnation not in member.dead
         if never_joined or self._is_current(member, incarnation):
-            self._bury(member, now, why)
+            self._bury(member, now, why, hopeless=hopeless and not member.incarnation)
 
     def forget(self, name: str) -> None:
         """The worker was taken out on purpose."""
@@ -237,7 +238,7 @@ class Membership:
     def _rest(self, member: Member, now: float) -> None:
         """Failed for good: only people, or a worker that joins by itself, change that."""
 
-    def _bury(self, member: Member, now: float, why: str) -> None:
+    def _bury(self, member: Member, now: float, why: str, *, hopeless: bool = False) -> None:
         """Fence, kill, and start again later, or not at all."""
         started = member.health is not Health.STARTING
         if started and now - member.joined_s >= self._bounds.stable_s:
@@ -246,9 +247,10 @@ class Membership:
             member.failures += 1
         self._fence(member, why)
         self._decisions.append(Kill(member.name, member.incarnation if started else ""))
-        if member.failures >= self._bounds.max_start_failures:
+        if hopeless or member.failures >= self._bounds.max_start_failures:
             self._enter(member, Health.FAILED, now, why)
-            self._decisions.append(GiveUp(member.name, f"{member.failures} failed starts in a row, last: {why}"))
+            often = f"{member.failures} failed starts in a row, last: " if not hopeless else ""
+            self._decisions.append(GiveUp(member.name, often + why))
             return
         backoff_s = min(self._bounds.backoff_s * 2.0 ** max(0, member.failures - 1), self._bounds.backoff_max_s)
         member.restart_at_s = now + backoff_s

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 import zmq
@@ -25,7 +26,7 @@ from cluster import tiers
 from cluster.ipc import LAST_WORD, RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
-from engine.errors import TandemError
+from engine.errors import ConfigError, ModelError, TandemError
 from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
@@ -135,7 +136,7 @@ def main() -> int:
         try:
             serve(settings, pair)
         except Exception as error:
-            pair.send(encode_envelope(LAST_WORD, Declined(Code.INTERNAL, reason_of(error)), time.monotonic()))
+            pair.send(encode_envelope(LAST_WORD, last_word(error, settings.keys), time.monotonic()))
             raise
     return 0
 
@@ -157,10 +158,16 @@ def serve(settings: RankSettings, pair: zmq.Socket[bytes]) -> None:
             store.shutdown()
 
 
-def reason_of(error: Exception) -> str:
-    """In one line, for people; errors of ours say it all themselves."""
+def last_word(error: Exception, keys: Mapping[str, str]) -> Declined:
+    """In one line, for people; errors of ours say it all themselves, a setting by the name in `keys` that people gave
+    it. INVALID: it would end so again."""
+    if isinstance(error, ConfigError):
+        return Declined(Code.INVALID, f"{keys.get(error.field, error.field)}: {error.fault}")
     said = " ".join(str(error).split())
-    return said if isinstance(error, TandemError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
+    if isinstance(error, ModelError):
+        return Declined(Code.INVALID, said)
+    named = isinstance(error, TandemError) and said
+    return Declined(Code.INTERNAL, said if named else f"{type(error).__name__}: {said}".removesuffix(": "))
 
 
 def die_with_parent() -> None:

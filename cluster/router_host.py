@@ -124,14 +124,14 @@ class RouterHost:
             log.info("%s registered from %s", info.ref.peer, info.ref.address)
         return declined
 
-    def failed(self, name: str, why: str) -> None:
-        """A worker could not start, or ended, and says why before it goes."""
+    def failed(self, name: str, why: str, *, hopeless: bool = False) -> None:
+        """A worker could not start, or ended, and says why before it goes. `hopeless`: it would fail again."""
         log.warning("%s: %s", name, why)
         ref = next((info.ref for info in self.state.workers() if info.ref.name == name), None)
         if ref is not None:
             self.state.lost(ref, why, self._clock())
         else:
-            self.state.membership.exited(name, "", why, self._clock())
+            self.state.membership.exited(name, "", why, self._clock(), hopeless=hopeless)
 
     def knows(self, ref: WorkerRef) -> bool:
         """False: register again (the router is a new one) or end (it was fenced)."""

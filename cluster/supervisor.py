@@ -2,8 +2,8 @@
 
 Ray restarts the process of an actor that died, at once and for ever. Here it is made to wait: a newborn worker first
 asks for its *turn*, which comes when membership says so (at once the first time, after a back-off later, never again
-when it failed to start too often). A newborn under a name that still counts as alive is news by itself: the process of
-the old incarnation is gone.
+when it failed to start too often, or in a way that another start would repeat). A newborn under a name that still
+counts as alive is news by itself: the process of the old incarnation is gone.
 
     newborn ──turn()──▶ waits ──Restart──▶ starts its rank, registers       Kill ──▶ `kill(name)`, Ray restarts it
                           └──GiveUp──▶ Declined, stays idle                 Fence ─▶ numbered news for the gateways
@@ -125,7 +125,7 @@ class Supervisor:
 
     def _declined(self, name: str) -> Declined:
         why = self._state.membership.why(name)
-        return Declined(Code.UNAVAILABLE, f"{name} failed to start too often and is given up: {why}", by=name)
+        return Declined(Code.UNAVAILABLE, f"{name} does not start and is given up: {why}", by=name)
 
 
 _HANDLERS: dict[type[Decision], Callable[..., None]] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster import tiers
 from cluster.config import TandemConfig, engine_config
+from cluster.config_text import engine_keys
 from cluster.control import ControlSettings
 from cluster.dispatch import Limits
 from cluster.fetching import FetchLimits
@@ -58,6 +59,7 @@ def rank_settings(
         staging_bytes=config.transfer.staging_bytes,
         tiers=tiers.settings_of(pool.tiers, name),
         host=host,
+        keys=engine_keys(config, role),
     )
 
 

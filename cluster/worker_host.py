@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cluster import models
 from cluster.config import TandemConfig
-from cluster.control import Control
+from cluster.control import Control, WorkerUnfit
 from cluster.wiring import control_settings, model_source, rank_settings
 from engine.errors import TandemError
 from tandem.messages import Declined, WorkerInfo, WorkerRef
@@ -32,13 +32,13 @@ class Desk(Protocol):
 
     async def register(self, info: WorkerInfo, events: str, draining: bool) -> Declined | None: ...
 
-    async def failed(self, name: str, why: str) -> None: ...
+    async def failed(self, name: str, why: str, hopeless: bool) -> None: ...
 
     async def knows(self, ref: WorkerRef) -> bool | None: ...
 
 
 class GivenUp(TandemError):
-    """This worker failed to start too often; its process stays, idle, so that nothing starts it again."""
+    """This worker does not start; its process stays, idle, so that nothing starts it again."""
 
 
 class WorkerHost:
@@ -69,11 +69,12 @@ class WorkerHost:
         declined = await self._desk.turn(self.name)
         if declined is not None:
             raise GivenUp(declined.message)
+        hopeless = False
         try:
             why = await self._serve()
         except TandemError as error:
-            why = str(error)
-        await self._desk.failed(self.name, why)
+            why, hopeless = str(error), isinstance(error, WorkerUnfit)
+        await self._desk.failed(self.name, why, hopeless)
         return why
 
     async def stop(self) -> None:

@@ -17,11 +17,12 @@ class InvalidRequest(TandemError):
 
 
 class ConfigError(TandemError):
-    """A setting is at fault; refused before anything starts."""
+    """A setting is at fault; refused before anything starts. `fault`: what it is and must be, without its name."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field} is {value!r}; it must be {remedy}")
         self.field = field
+        self.fault = f"is {value!r}; it must be {remedy}"
+        super().__init__(f"{field} {self.fault}")
 
 
 class ModelError(TandemError):

@@ -112,6 +112,30 @@ async def test_starting_too_often_is_given_up(desk: Desk) -> None:
     assert "given up" in answer.message
 
 
+async def test_a_start_that_would_fail_for_ever_is_given_up_at_once(desk: Desk) -> None:
+    assert await desk.supervisor.turn("decode-0") is None
+    desk.state.membership.exited("decode-0", "", "no block fits", desk.now, hopeless=True)
+    desk.after(0.0)
+    answer = await desk.supervisor.turn("decode-0")
+    assert isinstance(answer, Declined)
+    assert answer.message == "decode-0 does not start and is given up: no block fits"
+
+
+async def test_one_that_has_served_before_is_tried_again_whatever_it_says(desk: Desk) -> None:
+    await desk.supervisor.turn("decode-0")
+    desk.join("one")
+    turn = asyncio.create_task(desk.supervisor.turn("decode-0"))
+    assert await _pending(turn)
+    desk.after(0.1)
+    desk.after(1.5)
+    assert await turn is None
+    desk.state.membership.exited("decode-0", "", "the memory is still in use", desk.now, hopeless=True)
+    again = asyncio.create_task(desk.supervisor.turn("decode-0"))
+    assert await _pending(again)
+    desk.after(2.5)
+    assert await again is None
+
+
 async def test_a_restart_that_comes_before_its_newborn_is_not_lost(desk: Desk) -> None:
     await desk.supervisor.turn("decode-0")
     desk.join("one")

@@ -53,6 +53,12 @@ def shown(cluster: LocalCluster) -> Scrape:
     return Scrape(cluster.metrics.expose().decode(), strict=False)
 
 
+async def reported(cluster: LocalCluster) -> None:
+    """Wait until nobody does anything, and every worker's last report says how it is."""
+    await cluster.settled()
+    await cluster.until(lambda: not any(slot.worker._reports._changed() for slot in cluster.slots.values()))
+
+
 def promising(settings: TandemConfig) -> TandemConfig:
     return replace(settings, classes={"default": SlaClass(ttft_s=5.0, itl_s=1.0, timeout_s=30.0)})
 
@@ -67,8 +73,8 @@ async def test_every_series_of_a_served_request_moves(toy: Path) -> None:
         assert during("requests_in_progress") == during("worker_running", worker="decode-0") == 1
         await busy
         await cluster.generate(request("c", 160))
-        await cluster.settled()
-        await cluster.until(lambda: shown(cluster)("worker_blocks", state="live") == 0)
+        await reported(cluster)
+        assert shown(cluster)("worker_blocks", state="live") == 0
         after = await scraped(cluster)
         for name in ("ttft", "e2e", "placement", "prefill_queue"):
             assert after(f"{name}_seconds_count") == 3, name
@@ -89,9 +95,8 @@ async def test_every_series_of_a_served_request_moves(toy: Path) -> None:
 async def test_transfers_are_counted_on_both_sides_by_transport(toy: Path) -> None:
     async with running(toy, config()) as cluster:
         outcomes = [(await cluster.generate(request(f"r{i}", 100, salt=i)))[1] for i in range(3)]
-        await cluster.settled()
+        await reported(cluster)
         moved = sum(outcome.report.kv_bytes for outcome in outcomes)
-        await cluster.until(lambda: shown(cluster)("transfer_receive_bytes_total", worker="decode-0") == moved)
         after = await scraped(cluster)
         assert after.labels("handovers_total", "transport") == {"inproc"}
         assert after("handovers_total", transport="inproc") == 3
@@ -99,6 +104,7 @@ async def test_transfers_are_counted_on_both_sides_by_transport(toy: Path) -> No
         sent = after("transfer_pushes_total", worker="prefill-0", scheme="inproc")
         assert sent == after("transfer_receives_total", worker="decode-0", scheme="inproc") > 0
         assert after("transfer_push_bytes_total", worker="prefill-0") == moved
+        assert after("transfer_receive_bytes_total", worker="decode-0") == moved
         assert after("transfer_push_seconds_total", worker="prefill-0") > 0
         assert after("transfer_push_bytes_total", worker="decode-0") == 0
         assert after("transfer_in_flight") == after("transfer_failed_total") == 0
@@ -109,9 +115,9 @@ async def test_a_failed_transfer_is_counted(toy: Path) -> None:
         for name in cluster.slots:
             assert await cluster.ask(cluster.info(name).ref, InjectFault(FaultKind.FAIL)) == FaultInjected()
         await cluster.generate(request("r", 150))
-        await cluster.settled()
-        await cluster.until(lambda: shown(cluster)("transfer_failed_total") > 0)
+        await reported(cluster)
         after = await scraped(cluster)
+        assert after("transfer_failed_total") > 0
         assert after("transfer_in_flight") == after("worker_transfers_in_flight") == 0
         assert after("placement_retries_total") > 0
 
@@ -165,8 +171,8 @@ async def test_requests_that_end_in_every_way_add_up_and_leave_nothing(toy: Path
             max_tokens=400,
             ignore_eos=True,
         )
-        await cluster.settled()
-        await cluster.until(lambda: shown(cluster)("worker_blocks", state="live") == 0)
+        await reported(cluster)
+        assert shown(cluster)("worker_blocks", state="live") == 0
 
         after = await scraped(cluster)
         assert after("requests_received_total") == 60

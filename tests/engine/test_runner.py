@@ -122,12 +122,12 @@ def test_the_pool_is_page_first_aligned_zero_and_writable_as_bytes() -> None:
     assert pool.tensor.flatten(1).any(dim=1).tolist() == [False, False, False, False, True, False]
 
 
-def test_two_layouts_differ_in_words_only_when_blocks_cannot_be_shared() -> None:
+def test_two_layouts_differ_in_words_only_when_kv_cannot_be_shared() -> None:
     one = KVLayout(6, 3, 2, 8, 16, "float32")
-    assert one.describe() == KVLayout(9, 3, 2, 8, 16, "float32").describe()
+    assert one.describe() == KVLayout(9, 3, 2, 8, 32, "float32").describe()
     others = [
         KVLayout(6, 4, 2, 8, 16, "float32"),
-        KVLayout(6, 3, 2, 8, 32, "float32"),
+        KVLayout(6, 3, 1, 8, 16, "float32"),
         KVLayout(6, 3, 2, 8, 16, "bfloat16"),
     ]
     assert len({one.describe(), *(other.describe() for other in others)}) == 4

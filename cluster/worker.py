@@ -162,13 +162,15 @@ class Worker:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
-        """Before a step: transfer events, time, and the leases of the prompts that come next."""
+        """Before a step: transfer events, time, the leases of the prompts that come next, and the news of all that: a
+        first token, or that a request has moved, is not to wait for the step's end."""
         rooms = (*self._rooms, self.links)
         for event in self.transfers.poll():
             any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
         for room in rooms:
             room.tick(now)
         self.prefill.prepare(now)
+        self._tell_gateways()
 
     def tick(self, now: float) -> None:
         """One step, if there is work, and the news of it."""
@@ -179,7 +181,7 @@ class Worker:
                 now += result.duration_s
                 self.prefill.stepped(result, now)
                 self.decode.stepped(result, now)
-        self.outbox += [(0, frame) for frame in self.decode.take_frames()]
+        self._tell_gateways()
         self._publish_kv_events()
         self._reports.publish_if_due(now)
 
@@ -281,6 +283,9 @@ class Worker:
             return
         self.transfers.faults.add(Fault(question.kind.value), question.nth, delay_s=question.seconds)
         self._reply(ask_id, FaultInjected())
+
+    def _tell_gateways(self) -> None:
+        self.outbox += [(0, frame) for frame in self.decode.take_frames()]
 
     def _publish_kv_events(self) -> None:
         """What changed, in parts of bounded size: each part alone leaves nothing untrue in the router's index."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.worker import Worker
 from decode_node.migration import Stage
 from engine.types import FinishReason, Request
 from kvtransfer.faults import Fault
@@ -80,6 +81,24 @@ def test_at_any_moment_a_move_changes_no_token(net: Net, seed: int) -> None:
     assert net.told["r"].finish is FinishReason.LENGTH
     assert net.moves == [("r", "d1"), ("r", "d0")]
     net.check()
+
+
+def test_neither_a_first_token_nor_the_word_of_a_move_waits_for_a_step(net: Net) -> None:
+    def watched(worker: Worker, tick: Callable[[float], None]) -> Callable[[float], None]:
+        def checked(now: float) -> None:
+            assert not worker.decode.take_frames(), "the gateway could know this before the step"
+            tick(now)
+
+        return checked
+
+    for name in ("d0", "d1"):
+        worker = net.workers[name]
+        worker.tick = watched(worker, worker.tick)  # type: ignore[method-assign]
+    started(net, request("r", prompt(40), max_tokens=20))
+    moving = move(net, "r")
+    net.run()
+    migrated(net.answers[moving])
+    assert net.moves == [("r", "d1")]
 
 
 def test_it_goes_on_decoding_while_its_blocks_are_copied(net: Net) -> None:

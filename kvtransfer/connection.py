@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VIEWS = 64
 """Views per vectored call: enough to amortise the call, small enough to build quickly."""
-FAIR_BYTES = 4 * 2**20
+FAIR_BYTES = 2**20
 """After so much payload in one go the other links get their turn."""
 AHEAD_BYTES = 4096
 KEEPALIVE_IDLE_S = 5

@@ -1,7 +1,7 @@
 """One-sided reads of UCX that the `ucxx` core API leaves out, by the C API itself (`ucp.h` of UCX 1.2x; its structures
 are versioned by field masks). A pool is registered once, and whoever holds its key may read it and nothing else.
 
-All functions belong to the thread that owns the UCX worker. Errors are `UcpError` with UCX's own words.
+All functions belong to whoever holds the turn of the UCX worker's loop. Errors are `UcpError` with UCX's own words.
 """
 
 from __future__ import annotations

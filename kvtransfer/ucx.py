@@ -5,7 +5,7 @@ it takes, straight from the pool that the source has registered, and says ACK; t
 was still the lease's. Elsewhere (TCP) the destination posts receives, each with a tag of its own (push serial, message
 index), before it says TAKE. Neighbours at both ends travel as one. All workers of a transport progress on its I/O
 thread, which sleeps on their event descriptors. Measured beside a decode loop over TCP, that costs
-the loop no more than UCX's own thread does and moves as much, and one thread owns every UCX object.
+the loop no more than UCX's own thread does and moves as much, and whoever holds the turn owns every UCX object.
 
 **How a link ends.** A receive that matched a message cannot be cancelled, and closing an endpoint whose peer died may
 crash or wait for ever. So nothing is closed politely: the worker is destroyed as a whole (`ucp_worker_destroy`), which

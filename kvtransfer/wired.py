@@ -284,10 +284,8 @@ class _Incoming:
             self.connection.send(frames.encode(Kind.ACK, serial, ""))
         elif offer is not None:
             del self._takes[serial]
-            # Known here before the source can know; the owner's thread is woken last, or it would delay the answer.
-            self._transport.note(Taken(offer, error))
+            self._transport.emit(Taken(offer, error))  # known here before the source can know
             self.connection.send(frames.encode(Kind.ACK, serial, error))
-            self._transport.wake()
 
     def end(self, reason: str) -> None:
         if self._ended:
@@ -412,11 +410,13 @@ class WiredTransport:
 
     def offer(self, offer: Offer, spans: Sequence[Span]) -> None:
         if self._closed or offer.destination not in self._addresses:
-            self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} is not connected"))
+            self._events.append(Sent(offer.key, offer.push_id, f"{offer.destination} is not connected"))
+            self._wake()
             return
         self.loop.call_here(lambda: self._offer(offer, Spans.of(spans)))
 
     def poll(self) -> list[TransportEvent]:
+        self.loop.turn_here()
         events: list[TransportEvent] = []
         while self._events:
             events.append(self._events.popleft())
@@ -441,14 +441,9 @@ class WiredTransport:
         return self._acceptor(offer)
 
     def emit(self, event: TransportEvent) -> None:
-        self.note(event)
-        self.wake()
-
-    def note(self, event: TransportEvent) -> None:
+        """The owner is woken when the work at hand is done."""
         self._events.append(event)
-
-    def wake(self) -> None:
-        self._wake()
+        self.loop.afterwards(self._wake)
 
     def is_fenced(self, peer: PeerId) -> bool:
         return peer in self._fenced

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import random
+import selectors
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -109,3 +113,47 @@ def test_the_thread_of_a_transport_gives_way_to_its_owner():
     assert told.get(timeout=10) == min(19, own + NICER)
     loop.stop(lambda: None)
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_an_owner_is_woken_once_when_the_work_that_has_news_is_done():
+    loop, told = IoLoop("kv-test"), list[str]()
+
+    def ring() -> None:
+        told.append("woken")
+
+    def work() -> None:
+        loop.afterwards(ring)
+        loop.afterwards(ring)
+        told.append("worked")
+
+    loop.start()
+    loop.call(work)
+    loop.stop(work)
+    assert told in (["worked", "woken"] * 2, ["worked", "worked", "woken"]), "one waking may be for both"
+
+
+def test_an_owner_does_what_is_ready_while_the_thread_gets_no_core_and_it_is_done_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, told, core = IoLoop("kv-test"), list[bytes](), threading.Event()
+    select = loop._selector.select
+
+    def select_and_starve(timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = select(timeout_s)
+        if timeout_s != 0:
+            core.wait(10)
+        return ready
+
+    monkeypatch.setattr(loop._selector, "select", select_and_starve)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.watch(ours, selectors.EVENT_READ, lambda events: told.append(ours.recv(1)))
+        loop.start()
+        theirs.send(b"ab")
+        end_s = time.monotonic() + 10
+        while not told and time.monotonic() < end_s:
+            loop.turn_here()
+        assert told == [b"a"]
+        core.set()
+        loop.stop(lambda: None)
+    assert told == [b"a", b"b"], "each byte was news once"

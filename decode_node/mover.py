@@ -146,8 +146,8 @@ class Mover:
             return False
         match event:
             case kv.PushDone(push_id=push_id):
-                found.outgoing.done(push_id)
-                self._advance(found, m.PushDone(), now)
+                if found.outgoing.done(push_id):
+                    self._advance(found, m.PushDone(), now)
             case kv.PushFailed(reason=reason):
                 self._advance(found, m.PushFailed(reason), now)
             case kv.Quiet():

@@ -32,6 +32,7 @@ from kvtransfer.checksum import span_checksums
 from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
+from kvtransfer.frames import MAX_SPANS
 from kvtransfer.layout import check_region, check_spans
 from kvtransfer.rates import PeerRate, Rates
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
@@ -242,10 +243,13 @@ class TransferEngine:
         """Send `spans` into spans `first` … of the lease `key` at `peer`; returns the push id of its events.
 
         Smaller `priority` goes first. `deadline_s` is seconds from now until `PushFailed`. Raises `TransferError` when
-        the spans lie outside the region, the lease was withdrawn, or the peer is not connected.
+        the spans lie outside the region or are more than `MAX_SPANS`, the lease was withdrawn, or the peer is not
+        connected.
         """
         if not len(spans):
             raise TransferError(f"{key}: a push needs at least one span")
+        if len(spans) > MAX_SPANS:
+            raise TransferError(f"{key}: a push has at most {MAX_SPANS} spans, not {len(spans)}")
         if problem := check_spans(spans, self._region_bytes):
             raise TransferError(f"{key}: {problem}")
         if key in self._withdrawn:

@@ -8,10 +8,12 @@ the lease is quiet (`Quiet`). A peer that leaves us waiting for that is cut off,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
+from kvtransfer.frames import MAX_SPANS
 from kvtransfer.plan import Side
 from kvtransfer.types import LeaseKey, PeerId
 
@@ -40,6 +42,15 @@ class Parting:
             self._transfers.cut(self._peer)
 
 
+@dataclass(slots=True, eq=False)
+class _Push:
+    """Pieces that were sent together. `parts`: ids of the transfer's pushes that are not acknowledged."""
+
+    read: Sequence[int]
+    num_pieces: int
+    parts: set[int] = field(default_factory=set)
+
+
 class Outgoing:
     """Pieces of one sequence under way into one lease, by push. The lease's spans begin with `first_piece`."""
 
@@ -63,33 +74,48 @@ class Outgoing:
         self._scheme = scheme
         self._address = address
         self._first_piece = first_piece
-        self._pushes: dict[int, tuple[Sequence[int], int]] = {}
+        self._pushes: dict[int, _Push] = {}
+        """By the id of each part."""
         self._parting: Parting | None = None
 
     def push(
         self, blocks: Sequence[int], first_piece: int, num_pieces: int, *, priority: int = 0, deadline_s: float
     ) -> None:
-        """Send pieces `first_piece` … of the sequence that lies in `blocks`. Raises `TransferError`; then none of them
-        is owned here."""
+        """Send pieces `first_piece` … of the sequence that lies in `blocks`; of more spans than one offer may have, as
+        several. Raises `TransferError`; then only what was sent before it is owned here."""
         spans = self._side.spans(blocks, first_piece, num_pieces)
         first_span = (first_piece - self._first_piece) * self._side.spans_per_piece
         read = [blocks[index] for index in self._side.blocks(first_piece, num_pieces)]
+        push = _Push(read, num_pieces)
         self._owners.retain(read)
         try:
             self._transfers.connect(self._peer, self._scheme, self._address)
-            push_id = self._transfers.push(
-                self.key, self._peer, first_span, spans, scheme=self._scheme, priority=priority, deadline_s=deadline_s
-            )
+            for start in range(0, len(spans), MAX_SPANS):
+                part = self._transfers.push(
+                    self.key,
+                    self._peer,
+                    first_span + start,
+                    spans[start : start + MAX_SPANS],
+                    scheme=self._scheme,
+                    priority=priority,
+                    deadline_s=deadline_s,
+                )
+                push.parts.add(part)
+                self._pushes[part] = push
         except TransferError:
-            self._owners.unretain(read)
+            if not push.parts:
+                self._owners.unretain(read)
             raise
-        self._pushes[push_id] = read, num_pieces
 
     def done(self, push_id: int) -> int:
-        """A push was acknowledged; how many pieces it had."""
-        read, num_pieces = self._pushes.pop(push_id)
-        self._owners.unretain(read)
-        return num_pieces
+        """A push of the transfer was acknowledged; how many pieces have thereby arrived, 0 while others of those that
+        were sent together are under way."""
+        push = self._pushes.pop(push_id)
+        push.parts.discard(push_id)
+        if push.parts:
+            return 0
+        self._owners.unretain(push.read)
+        return push.num_pieces
 
     def withdraw(self, now: float, patience_s: float) -> None:
         """Send no more; one `Quiet` follows. Asking again changes nothing."""
@@ -99,8 +125,8 @@ class Outgoing:
 
     def quiet(self) -> None:
         """Nothing of the lease is read any more."""
-        for read, _ in self._pushes.values():
-            self._owners.unretain(read)
+        for push in set(self._pushes.values()):
+            self._owners.unretain(push.read)
         self._pushes.clear()
 
     def tick(self, now: float) -> None:

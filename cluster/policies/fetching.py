@@ -106,7 +106,8 @@ def _cheapest(
     size = view.info.block_size
     for source in peers.sources:
         there = source.info.block_size
-        tokens = min(snapshot.held[source.name] // there * there, request.prompt_tokens - 1) // size * size
+        unit = max(there, size)  # whole blocks of either end
+        tokens = min(snapshot.held[source.name], request.prompt_tokens - 1) // unit * unit
         if source.name == view.name or tokens < here + size:
             continue
         rest = given(tokens)

@@ -62,6 +62,18 @@ def test_a_busy_holder_lends_to_an_idle_worker() -> None:
     assert "fetch=1584 tokens from prefill-0" in decision.explain()
 
 
+@pytest.mark.parametrize("sizes", [(64, 16), (16, 64)])
+def test_whole_blocks_of_both_ends_are_asked_for(sizes: tuple[int, int]) -> None:
+    """Of a block that ends beyond the prompt the holder cannot be told the key."""
+    holder, lacks = (
+        replace(view, info=replace(view.info, block_size=size))
+        for view, size in zip((worker("prefill-0", **BUSY), LACKS), sizes, strict=True)
+    )
+    decision = placed(world(holder, lacks, DECODE, held={"prefill-0": 1600}))
+    assert decision.fetch is not None
+    assert (decision.fetch.tokens, decision.fetch.block_size) == (1536, sizes[0])
+
+
 def test_a_prefix_in_a_lower_tier_draws_the_request_and_is_not_lent() -> None:
     router = cluster(prefill=2)
     prompt = request(prompt=1600, prefix_keys=keys(*range(100)))

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request that wants a lease. `blocks` is for its whole prompt, `growth_blocks` the forecast beyond it."""
+    """A request that wants a lease. `blocks` is for its whole prompt, `growth_blocks` the forecast beyond it,
+    `landing_bytes` what has to arrive, for a pool that bytes reach by way of other memory."""
 
     key: str
     arrival_s: float
     blocks: int
     growth_blocks: int
+    landing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def growth_of_several(
 
 def decide(wish: Wish, room: Room, claims: Iterable[Claim], *, watermark: float) -> Verdict:
     """Whether this wish gets its lease now."""
-    older = [claim for claim in claims if claim.wish.key != wish.key and _older(claim.wish, wish)]
+    older = [claim for claim in claims if _is_ahead(claim, wish)]
     promised = sum(claim.wish.blocks for claim in older)
     if room.live == 0 and not older:
         fits = wish.blocks <= room.total
@@ -88,10 +90,16 @@ def decide(wish: Wish, room: Room, claims: Iterable[Claim], *, watermark: float)
     return Verdict(wanted <= limit, sums)
 
 
+def landing_ahead(wish: Wish, claims: Iterable[Claim]) -> int:
+    """Bytes of older wishes that were denied, which land before this one's."""
+    return sum(claim.wish.landing_bytes for claim in claims if _is_ahead(claim, wish))
+
+
 def still_claimed(claims: Sequence[Claim], now: float) -> tuple[Claim, ...]:
     """The claims that have not run out."""
     return tuple(claim for claim in claims if claim.until_s > now)
 
 
-def _older(one: Wish, other: Wish) -> bool:
-    return (one.arrival_s, one.key) < (other.arrival_s, other.key)
+def _is_ahead(claim: Claim, wish: Wish) -> bool:
+    one = claim.wish
+    return one.key != wish.key and (one.arrival_s, one.key) < (wish.arrival_s, wish.key)

@@ -395,27 +395,35 @@ class DecodeNode:
             self._transfers.connect(ask.source.peer, scheme, theirs[scheme])
         except TransferError as error:
             return Declined(Code.UNAVAILABLE, f"cannot reach {ask.source.name} back: {error}", by=ask.source.name)
-        if refusal := self._no_landing(guest, ask):
+        wish = self._wish(guest, ask.block_size)
+        if refusal := self._no_landing(guest, wish, now):
             return refusal
-        blocks = self._room_for(guest, now)
+        blocks = self._room_for(guest, wish, now)
         return blocks if isinstance(blocks, Declined) else self._open(guest, ask, blocks, scheme, now)
 
-    def _no_landing(self, guest: Guest, ask: AskLease | AskMove) -> Declined | None:
-        """Where KV arrives by way of other memory than the pool, it must have room for all of the lease."""
-        side = side_of(self._info, ask.block_size)
-        tokens = len(guest.request.token_ids) + len(guest.generated) + guest.spare_tokens
-        num_bytes = side.pieces(tokens) * side.piece_bytes
-        name, most = self._info.ref.name, self._transfers.most_lease_bytes()
+    def _no_landing(self, guest: Guest, wish: Wish, now: float) -> Declined | None:
+        """Where KV arrives by way of other memory than the pool, it must have room for all of the lease, and for those
+        of older requests that found none."""
+        name, num_bytes, most = self._info.ref.name, wish.landing_bytes, self._transfers.most_lease_bytes()
         if num_bytes > most:
-            why = f"the KV of {tokens} tokens has {num_bytes} bytes, the staging memory of {name} {most:.0f}"
+            tokens = len(guest.request.token_ids) + len(guest.generated)
+            why = (
+                f"the KV of {tokens} tokens takes {num_bytes} bytes of staging memory, and {name} has {most:.0f} for it"
+            )
             return Declined(Code.INVALID, f"{why}: shorten the prompt, or raise transfer.staging_memory")
-        if not self._transfers.has_room(num_bytes):
+        ahead = admission.landing_ahead(wish, admission.still_claimed(self._claims, now))
+        if not self._transfers.has_room(num_bytes + ahead):
+            self._claim(guest, wish, now)
             return Declined(Code.NO_ROOM, f"the staging memory of {name} is full", by=name)
         return None
 
-    def _room_for(self, guest: Guest, now: float) -> BlockLease | Declined:
+    def _claim(self, guest: Guest, wish: Wish, now: float) -> None:
+        """Whoever moves here can stay where it is, and claims nothing."""
+        others = tuple(claim for claim in self._claims if claim.wish.key != wish.key)
+        self._claims = others if guest.generated else (*others, Claim(wish, now + self._limits.claim_s))
+
+    def _room_for(self, guest: Guest, wish: Wish, now: float) -> BlockLease | Declined:
         """Blocks if admission and pool agree; else the request keeps a claim, so that younger ones wait for it."""
-        wish = self._wish(guest)
         claims = tuple(claim for claim in admission.still_claimed(self._claims, now) if claim.wish.key != wish.key)
         verdict = admission.decide(wish, self._room(now), claims, watermark=self._limits.watermark)
         leased = None
@@ -426,15 +434,16 @@ class DecodeNode:
         if leased is not None:
             self._claims = claims
             return leased
-        if not guest.generated:
-            self._claims = (*claims, Claim(wish, now + self._limits.claim_s))
+        self._claim(guest, wish, now)
         why = "no free blocks" if verdict.granted else verdict.reason
         return Declined(Code.NO_ROOM, f"the decode pool is full: {why}", by=self._info.ref.name)
 
-    def _wish(self, guest: Guest) -> Wish:
+    def _wish(self, guest: Guest, source_block_size: int) -> Wish:
         size, context = self._engine.info.block_size, len(guest.request.token_ids) + len(guest.generated)
-        key = admission.claim_key(guest.request.request_id)
-        return Wish(key, guest.request.arrival_s, -(-context // size), self._growth(guest))
+        key, side = admission.claim_key(guest.request.request_id), side_of(self._info, source_block_size)
+        room = -(-(context + guest.spare_tokens) // size) * size if guest.generated else context
+        landing_bytes = side.pieces(room) * side.piece_bytes
+        return Wish(key, guest.request.arrival_s, -(-context // size), self._growth(guest), landing_bytes)
 
     def _room(self, now: float) -> Room:
         load = self._engine.load(now)

@@ -7,13 +7,18 @@
 know the staging region alone. Bytes of a dead lease can land nowhere else, so a block of the pool is never at risk. The
 region is shared by all transfers: a lease holds its landing place from `open` to `Quiet`; what is sent is cut into
 parts, which wait their turn by priority. Extents go back when no transport touches them any more, and not before.
+
+Two things keep one transfer from stopping all others. Leases never take the last part of the region: two workers that
+send to one another, each full of landing places that wait for the other, would wait for ever. And a peer may hold no
+more than it leaves free, so one that hangs with all its parts takes half of what there was, and the next one half of
+the rest (dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches").
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -23,13 +28,16 @@ import numpy as np
 
 from kvtransfer.engine import WINDOW_BYTES, TransferEngine, _Lease, _Push
 from kvtransfer.errors import TransferError
+from kvtransfer.frames import MAX_SPANS
 from kvtransfer.layout import check_spans
 from kvtransfer.transport import Transport
 from kvtransfer.types import LeaseKey, PeerId, PushDone, PushFailed, Received, Span, Spans, TransferEvent, TransferStats
 
 ALIGNMENT = 4096
-SHARE = 4
+PARTS = 16
 """A push is cut into parts of at most this fraction of the region, so that several peers are served at once."""
+SENDS = 4
+"""This fraction of the region is for what is sent alone."""
 
 
 class PoolCopies(Protocol):
@@ -54,14 +62,33 @@ class Extents:
         self.num_bytes = num_bytes
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
 
-    def take(self, num_bytes: int) -> Span | None:
-        """A run of at least `num_bytes`, aligned; None when there is none now."""
-        wanted = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    @property
+    def free(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def take(self, num_bytes: int, before: int | None = None) -> Span | None:
+        """The first run of at least `num_bytes`, aligned, that ends at `before` at the latest; None when there is none
+        now."""
+        wanted, end = _aligned(num_bytes), self.num_bytes if before is None else before
         for index, (start, length) in enumerate(self._free):
-            if length >= wanted:
-                self._free[index : index + 1] = [(start + wanted, length - wanted)] if length > wanted else []
-                return Span(start, wanted)
+            if min(start + length, end) - start >= wanted:
+                return self._carve(index, start, wanted)
         return None
+
+    def take_last(self, num_bytes: int) -> Span | None:
+        """As `take`, the last one."""
+        wanted = _aligned(num_bytes)
+        for index in range(len(self._free) - 1, -1, -1):
+            start, length = self._free[index]
+            if length >= wanted:
+                return self._carve(index, start + length - wanted, wanted)
+        return None
+
+    def _carve(self, index: int, start: int, length: int) -> Span:
+        first, whole = self._free[index]
+        rests = ((first, start - first), (start + length, first + whole - start - length))
+        self._free[index : index + 1] = [rest for rest in rests if rest[1]]
+        return Span(start, length)
 
     def give(self, extent: Span) -> None:
         start, length = extent.offset, extent.length
@@ -109,10 +136,11 @@ class _Landing:
 @dataclass(slots=True)
 class _Books:
     outer: dict[int, _Outer] = field(default_factory=dict)
-    queue: list[tuple[int, int]] = field(default_factory=list)
-    """(priority, outer push id) of those with parts that wait."""
+    """In the order in which they came."""
     parts: dict[int, tuple[_Outer, Span]] = field(default_factory=dict)
     """By the push id of the engine below."""
+    held: Counter[PeerId] = field(default_factory=Counter)
+    """Bytes of the region in parts under way to each peer."""
     landings: dict[LeaseKey, _Landing] = field(default_factory=dict)
 
 
@@ -138,14 +166,15 @@ class StagedTransfers(TransferEngine):
         self._copies = copies
         self._staging = region
         self._extents = Extents(region.nbytes // ALIGNMENT * ALIGNMENT)
+        self._landings_end = _aligned(self._extents.num_bytes - self._extents.num_bytes // SENDS)
         self._books = _Books()
         self._numbers = count(-1, -1)  # so that no caller's push is taken for one of the engine below
 
     def most_lease_bytes(self) -> float:
-        return self._extents.num_bytes
+        return self._landings_end
 
     def has_room(self, num_bytes: int) -> bool:
-        extent = self._extents.take(num_bytes)
+        extent = self._extents.take(num_bytes, self._landings_end)
         if extent is not None:
             self._extents.give(extent)
         return extent is not None
@@ -174,7 +203,6 @@ class StagedTransfers(TransferEngine):
         parts = self._cut(first, Spans.of(spans))
         until_s = float("inf") if deadline_s is None else now + deadline_s
         self._books.outer[push_id] = _Outer(key, push_id, peer, scheme, priority, now, until_s, parts)
-        heapq.heappush(self._books.queue, (priority, -push_id))
         self._stage()
         return push_id
 
@@ -185,30 +213,36 @@ class StagedTransfers(TransferEngine):
             raise TransferError(
                 f"a span of {size} bytes is larger than the staging memory of {self._extents.num_bytes}"
             )
-        most = max(self._extents.num_bytes // SHARE, 1)
+        most = self._extents.num_bytes // PARTS
         ends = np.cumsum(spans.lengths)
         parts, start = [], 0
         while start < len(spans):
             before = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+            stop = min(stop, start + MAX_SPANS)
             parts.append((first + start, spans[start:stop]))
             start = stop
         return parts
 
     def _stage(self) -> None:
         """Copy what waits into the region, while there is room, and hand it to the transports."""
-        queue = self._books.queue
-        while queue:
-            outer = self._books.outer.get(-queue[0][1])
-            if outer is None or not outer.waiting:
-                heapq.heappop(queue)
-                continue
-            first, spans = outer.waiting[0]
-            extent = self._extents.take(spans.num_bytes)
-            if extent is None:
-                return
-            outer.waiting.pop(0)
-            self._send(outer, first, spans, extent)
+        waiting = [outer for outer in self._books.outer.values() if outer.waiting]
+        full = set[PeerId]()
+        for outer in sorted(waiting, key=lambda outer: outer.priority):
+            while outer.waiting and outer.peer not in full:
+                first, spans = outer.waiting[0]
+                if not self._may_hold(outer.peer, spans.num_bytes):
+                    full.add(outer.peer)
+                    break
+                extent = self._extents.take_last(spans.num_bytes)
+                if extent is None:
+                    return
+                outer.waiting.pop(0)
+                self._send(outer, first, spans, extent)
+
+    def _may_hold(self, peer: PeerId, num_bytes: int) -> bool:
+        held = self._books.held[peer]
+        return not held or held + 2 * num_bytes <= self._extents.free
 
     def _send(self, outer: _Outer, first: int, spans: Spans, extent: Span) -> None:
         num_bytes = spans.num_bytes
@@ -229,6 +263,7 @@ class StagedTransfers(TransferEngine):
             self._fail(outer, str(error))
             return
         outer.under_way += 1
+        self._books.held[outer.peer] += extent.length
         self._books.parts[number] = (outer, extent)
 
     def _fail(self, outer: _Outer, reason: str) -> None:
@@ -251,6 +286,7 @@ class StagedTransfers(TransferEngine):
             return
         outer, extent = part
         outer.under_way -= 1
+        self._books.held[outer.peer] -= extent.length
         self._extents.give(extent)
         if push.reported:  # its failure was told before
             del self._books.parts[push.offer.push_id]
@@ -288,10 +324,10 @@ class StagedTransfers(TransferEngine):
         if problem := check_spans(spans, self._copies.nbytes):
             raise TransferError(f"{key}: {problem}")
         belongs = Spans.of(spans)
-        extent = self._extents.take(belongs.num_bytes) if len(belongs) else Span(0, 0)
+        extent = self._extents.take(belongs.num_bytes, self._landings_end) if len(belongs) else Span(0, 0)
         if extent is None:
             free = f"{belongs.num_bytes} bytes in one piece"
-            raise TransferError(f"{key}: the staging memory of {self._extents.num_bytes} bytes has not {free} now")
+            raise TransferError(f"{key}: the staging memory of {self._landings_end} bytes has not {free} now")
         landing = _Landing(extent, _behind(extent.offset, belongs), belongs)
         try:
             super().open(key, source, landing.arrives)
@@ -340,8 +376,16 @@ class StagedTransfers(TransferEngine):
         assert set(books.landings) == set(self._leases), "landings and leases differ"
         for outer in books.outer.values():
             assert outer.waiting or outer.under_way, f"push {outer.push_id} is over but kept"
+        held = Counter[PeerId]()
+        for outer, extent in books.parts.values():
+            held[outer.peer] += extent.length
+        assert +books.held == held, f"{books.held} is said to be held, {held} is"
         if not (self._leases or self._pushes):
             assert self._extents.whole, f"extents are held by nobody: free {self._extents._free}"
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _behind(start: int, spans: Spans) -> Spans:

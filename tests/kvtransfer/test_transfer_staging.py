@@ -15,7 +15,7 @@ from kvtransfer.faults import Fault
 from kvtransfer.inproc import InprocHub, InprocTransport
 from kvtransfer.layout import block_spans
 from kvtransfer.staging import ALIGNMENT, Extents, StagedTransfers
-from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span, Spans
+from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span, Spans, TransferEvent
 
 BLOCK = 4096
 KEY = LeaseKey("r", 1)
@@ -50,22 +50,29 @@ class Device:
 class Pair:
     """A source and a destination, both staged, with regions of so many blocks."""
 
-    def __init__(self, source_blocks: int = 16, destination_blocks: int = 16, *, checksums: bool = True) -> None:
-        self.now, hub = 0.0, InprocHub()
-        self.pools = Device(64, 7), Device(64, 0)
+    def __init__(self, source_blocks: int = 32, destination_blocks: int = 32, *, pool_blocks: int = 64) -> None:
+        self.now, self.hub = 0.0, InprocHub()
+        self.pools = Device(pool_blocks, 7), Device(pool_blocks, 0)
         sizes = (source_blocks, destination_blocks)
         self.source, self.destination = (
             StagedTransfers(
                 name,
                 region := memoryview(bytearray(size * BLOCK)),
-                [InprocTransport(name, region, hub)],
+                [InprocTransport(name, region, self.hub)],
                 pool,
                 clock=lambda: self.now,
-                checksums=checksums,
+                checksums=True,
             )
             for name, size, pool in zip((SOURCE, DESTINATION), sizes, self.pools, strict=True)
         )
         self.source.connect(DESTINATION, "inproc", dict(self.destination.addresses())["inproc"])
+
+    def another(self, name: str, blocks: int = 32) -> StagedTransfers:
+        """One more destination."""
+        region = memoryview(bytearray(blocks * BLOCK))
+        end = StagedTransfers(name, region, [InprocTransport(name, region, self.hub)], Device(64, 0))
+        self.source.connect(name, "inproc", dict(end.addresses())["inproc"])
+        return end
 
     def run(self) -> tuple[list, list]:
         """Until nothing more happens: what both ends were told."""
@@ -109,7 +116,7 @@ def test_blocks_arrive_where_they_belong_by_way_of_both_regions() -> None:
 
 
 def test_a_push_larger_than_the_region_goes_in_parts_and_is_acknowledged_once() -> None:
-    pair = Pair(source_blocks=8, destination_blocks=40)
+    pair = Pair(source_blocks=8, destination_blocks=56)
     blocks = [int(block) for block in np.random.default_rng(1).permutation(64)[:40]]
     pair.destination.open(KEY, SOURCE, block_spans(range(40), BLOCK))
     push = pair.source.push(KEY, DESTINATION, 0, block_spans(blocks, BLOCK))
@@ -123,10 +130,12 @@ def test_a_push_larger_than_the_region_goes_in_parts_and_is_acknowledged_once() 
 def test_what_waits_for_room_goes_by_priority() -> None:
     pair = Pair(source_blocks=4, destination_blocks=16)
     pair.destination.open(KEY, SOURCE, block_spans(range(12), BLOCK))
-    for place, priority in ((0, 0), (4, 5), (8, -1)):
+    pushes = [
         pair.source.push(KEY, DESTINATION, place, block_spans(range(place, place + 4), BLOCK), priority=priority)
+        for place, priority in ((0, 0), (4, 5), (8, -1))
+    ]
     sent, _ = pair.run()
-    assert [event.push_id for event in sent] == [-1, -3, -2]
+    assert [event.push_id for event in sent] == [pushes[2], pushes[0], pushes[1]]
     pair.close()
 
 
@@ -151,10 +160,10 @@ def test_a_push_that_still_waits_for_room_ends_as_any_other(how: str) -> None:
 
 def test_a_lease_that_has_no_room_is_refused_and_takes_none() -> None:
     pair = Pair(destination_blocks=4)
-    assert pair.destination.most_lease_bytes() == 4 * BLOCK
+    assert pair.destination.most_lease_bytes() == 3 * BLOCK, "the rest is for what is sent"
     with pytest.raises(TransferError, match="has not 20480 bytes in one piece now"):
         pair.destination.open(KEY, SOURCE, block_spans(range(5), BLOCK))
-    pair.destination.open(KEY, SOURCE, block_spans(range(3), BLOCK))
+    pair.destination.open(KEY, SOURCE, block_spans(range(2), BLOCK))
     assert [pair.destination.has_room(blocks * BLOCK) for blocks in (1, 2)] == [True, False]
     with pytest.raises(TransferError, match="already open"):
         pair.destination.open(KEY, SOURCE, block_spans(range(1), BLOCK))
@@ -170,7 +179,44 @@ def test_spans_are_those_of_the_pool() -> None:
     with pytest.raises(TransferError, match="outside"):
         pair.source.push(KEY, DESTINATION, 0, outside)
     with pytest.raises(TransferError, match="larger than the staging memory"):
-        pair.source.push(KEY, DESTINATION, 0, [Span(0, 17 * BLOCK)])
+        pair.source.push(KEY, DESTINATION, 0, [Span(0, 33 * BLOCK)])
+    pair.close()
+
+
+def test_a_peer_that_hangs_leaves_room_for_the_others() -> None:
+    pair = Pair(source_blocks=16)
+    pair.destination.open(KEY, SOURCE, block_spans(range(24), BLOCK))
+    pair.source.push(KEY, DESTINATION, 0, block_spans(range(24), BLOCK))
+    others = [pair.another(f"d{number}#1") for number in range(3)]
+    for number, other in enumerate(others):
+        other.open(LeaseKey(other.me, 1), SOURCE, block_spans(range(8), BLOCK))
+        pair.source.push(LeaseKey(other.me, 1), other.me, 0, block_spans(range(8 * number, 8 * number + 8), BLOCK))
+    told: list = []
+    for _ in range(20):  # all are polled but the first
+        told += [event.key.lease_id for end in (pair.source, *others) for event in end.poll() if _ends_well(event)]
+    assert sorted(told) == [other.me for other in others]
+    for other in others:
+        other.shutdown()
+    pair.run()
+    pair.close()
+
+
+def _ends_well(event: TransferEvent) -> bool:
+    return isinstance(event, PushDone)
+
+
+def test_two_that_send_to_one_another_do_not_wait_for_ever() -> None:
+    pair = Pair(8, 8)
+    pair.destination.connect(SOURCE, "inproc", dict(pair.source.addresses())["inproc"])
+    back = LeaseKey("back", 1)
+    pair.destination.open(KEY, SOURCE, block_spans(range(6), BLOCK))
+    pair.source.open(back, DESTINATION, block_spans(range(6), BLOCK))
+    pair.source.push(KEY, DESTINATION, 0, block_spans(range(8, 14), BLOCK))
+    pair.destination.push(back, SOURCE, 0, block_spans(range(8, 14), BLOCK))
+    for told in pair.run():
+        assert [event.num_bytes for event in told if isinstance(event, PushDone)] == [6 * BLOCK]
+    pair.source.close(back)
+    pair.destination.withdraw(back)
     pair.close()
 
 

@@ -517,6 +517,32 @@ def test_a_role_takes_only_its_own_work_and_a_draining_worker_none(net: Net) -> 
     assert "draining" in declined(net.answers[drained]).message
 
 
+def test_who_found_no_landing_place_goes_before_younger_requests() -> None:
+    """As where the pool is in a device's memory, and KV arrives by way of a smaller region."""
+    net = Net()
+    net.add("p0", "prefill")
+    transfers, block_bytes = net.add("d0", "decode").transfers, 128
+    free_blocks = 9
+    transfers.has_room = lambda num_bytes: num_bytes <= free_blocks * block_bytes  # type: ignore[method-assign]
+    big = request("big", prompt(160), arrival_s=1.0)
+    young = [request(f"young{number}", prompt(32, salt=number + 1), arrival_s=2.0) for number in range(2)]
+    for one in (big, young[0]):
+        ask_id = net.start(one, "p0", "d0")
+        net.until(lambda asked=ask_id: asked in net.answers)
+        assert ask_id is not None
+        assert declined(net.answers[ask_id]).message == "the staging memory of d0 is full"
+        net.abort(one.request_id)
+    free_blocks = 10
+    again = [net.start(replace(one, request_id=f"{one.request_id}~1"), "p0", "d0") for one in (big, young[0])]
+    net.start(young[1], "p0", "d0")
+    net.run()
+    for ask_id in again:
+        assert ask_id is not None
+        handed_over(net.answers[ask_id])
+    assert net.told["young1"].finish is FinishReason.LENGTH
+    net.check()
+
+
 def test_full_queues_decline_with_no_room() -> None:
     net = Net()
     net.add("p0", "prefill", prefill=PrefillLimits(max_queued=1))

@@ -211,11 +211,18 @@ def test_two_that_send_to_one_another_do_not_wait_for_ever() -> None:
     back = LeaseKey("back", 1)
     pair.destination.open(KEY, SOURCE, block_spans(range(6), BLOCK))
     pair.source.open(back, DESTINATION, block_spans(range(6), BLOCK))
+    more = [LeaseKey("more", number) for number in range(8)]
+    for end, peer in ((pair.source, DESTINATION), (pair.destination, SOURCE)):
+        for key in more:  # all that it grants
+            if end.has_room(BLOCK):
+                end.open(key, peer, block_spans([20], BLOCK))
     pair.source.push(KEY, DESTINATION, 0, block_spans(range(8, 14), BLOCK))
     pair.destination.push(back, SOURCE, 0, block_spans(range(8, 14), BLOCK))
     for told in pair.run():
         assert [event.num_bytes for event in told if isinstance(event, PushDone)] == [6 * BLOCK]
-    pair.source.close(back)
+    for key in (back, *more):
+        pair.source.close(key)
+        pair.destination.close(key)
     pair.destination.withdraw(back)
     pair.close()
 

@@ -288,13 +288,18 @@ class PeerCourse:
         return float(answer["seconds"])
 
 
+def python_of(peers: Path) -> Path:
+    """The interpreter that the peers are installed for: `transfer` in the folder of all peers' environments."""
+    return peers / "transfer" / "bin" / "python"
+
+
 @contextmanager
 def peer_processes(peers: Path, name: str) -> Iterator[PeerCourse]:
     """A peer of the environment in `peers`."""
     peer, environment = PEERS[name]
     script = str(Path(__file__).with_name("transfer_peers.py"))
     children = [
-        Child([str(peers / "bin" / "python"), script, role, peer, str(POOL_BYTES)], environment)
+        Child([str(python_of(peers)), script, role, peer, str(POOL_BYTES)], environment)
         for role in ("target", "initiator")
     ]
     try:
@@ -361,6 +366,9 @@ def report(rounds: int, peers: Path | None) -> None:
         with two_processes(name) as ours:
             rates[name] = measure(ours, rounds)
             latency[name] = round(latency_us(ours))
+    if peers is not None and not python_of(peers).exists():
+        print(f"the peers are left out: {python_of(peers)} is not there")
+        peers = None
     for name in PEERS if peers is not None else ():
         assert peers is not None
         with peer_processes(peers, name) as theirs:
@@ -408,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", type=Path, help="the Python environment of the peers to compare with")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' virtual environments")
     parser.add_argument("--serve", choices=TRANSPORTS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.serve:

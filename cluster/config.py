@@ -138,7 +138,7 @@ class TransferSection:
     staging: str = "auto"
     """`auto`: KV in a device's memory moves by way of `staging_bytes` of host memory; `always`: any KV does; `never`:
     UCX alone moves it, by its own roads (CUDA IPC, GPUDirect), without checksums."""
-    staging_bytes: int = 1 << 30
+    staging_bytes: int = 4 << 30
     net_device: str = "lo"
     """Where transports listen; never everywhere unless told."""
     link_probes: bool = True

@@ -34,7 +34,7 @@ class RankSettings:
     """Best first. One that this machine lacks is left out, with a warning; none left is an error."""
     checksums: bool = False
     staging: str = "auto"
-    staging_bytes: int = 1 << 30
+    staging_bytes: int = 4 << 30
     """See `cluster.config.TransferSection`."""
     tiers: TierSettings | None = None
     """With the worker's own folder."""

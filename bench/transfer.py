@@ -380,7 +380,17 @@ def report(rounds: int, peers: Path | None) -> None:
         latency["ucx_perftest"] = round(hot["us"])
     line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates), "latency_us": latency}
     pools = {name: TRANSPORTS[name][2] for name in names}
+    line |= {"shared_huge_pages": shared_huge_pages()}
+    print(f"huge pages in shared memory: {line['shared_huge_pages']}")
     print(json.dumps(line | {"pools": pools, "load": os.getloadavg()[0], "cores": os.cpu_count()}))
+
+
+def shared_huge_pages() -> str:
+    """What the kernel does about them: `shm` pools depend on it."""
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "unknown"
 
 
 def ratios(rates: dict[str, dict[str, float]]) -> dict[str, float]:

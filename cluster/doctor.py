@@ -21,6 +21,7 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 6)
 MEMORY_NEEDED_GB = 3.0
 SHM_NEEDED_MB = 256
+SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,20 @@ def _room(asked: Asked) -> Iterator[Finding]:
         yield Finding(WARN if tight else OK, "shared memory", f"{mb:.0f} MB free in {shm}", remedy)
 
 
+def _huge_pages(asked: Asked) -> Iterator[Finding]:
+    """Of shared memory, where the KV pools lie that `shm` joins: in small pages large blocks move at half the rate."""
+    try:
+        setting = SHARED_HUGE_PAGES.read_text()
+    except OSError:
+        return
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen in ("never", "deny"):
+        remedy = f"as root: `echo advise > {SHARED_HUGE_PAGES}`; KV moves up to twice as fast within the host"
+        yield Finding(WARN, "huge pages", f"{chosen} in shared memory", remedy)
+    else:
+        yield Finding(OK, "huge pages", f"{chosen} in shared memory")
+
+
 def _memory_available_gb() -> float | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -182,6 +197,7 @@ CHECKS: tuple[Callable[[Asked], Iterator[Finding]], ...] = (
     _packages,
     _ports,
     _room,
+    _huge_pages,
     _model,
     _compiler,
 )

@@ -33,6 +33,18 @@ def test_a_taken_port_is_a_warning_with_a_remedy(tmp_path: Path) -> None:
     assert "tandem stop" in found.remedy
 
 
+@pytest.mark.parametrize(("chosen", "level"), [("never", WARN), ("deny", WARN), ("advise", OK), ("always", OK)])
+def test_shared_memory_without_huge_pages_is_a_warning_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, level: str
+) -> None:
+    setting = tmp_path / "shmem_enabled"
+    setting.write_text("always within_size advise never deny force\n".replace(chosen, f"[{chosen}]"))
+    monkeypatch.setattr(doctor, "SHARED_HUGE_PAGES", setting)
+    found = next(one for one in _findings(tmp_path) if one.what == "huge pages")
+    assert (found.level, found.detail) == (level, f"{chosen} in shared memory")
+    assert (f"echo advise > {setting}" in found.remedy) == (level == WARN)
+
+
 def test_an_absent_ucx_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None if "ucxx" in package else "1")
     found = next(one for one in _findings(tmp_path) if one.what == "ucx")

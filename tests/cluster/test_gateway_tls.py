@@ -30,7 +30,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def pair(authority: Authority) -> Pair:
-    return authority.signed("gateway", "IP:127.0.0.1")
+    return authority.signed("gateway", "127.0.0.1")
 
 
 # -- at the start -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def two_prefill(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) ->
     """Behind TLS and a key, and everything that is tested with it."""
     folder = tmp_path_factory.mktemp("2p1d")
     authority = Authority(folder, "authority")
-    pair = authority.signed("gateway", "IP:127.0.0.1")
+    pair = authority.signed("gateway", "127.0.0.1")
     settings = config(2, 1)
     settings["gateway"] |= {
         "api_key_env": KEY_VARIABLE,

@@ -35,7 +35,7 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("tls")
     ours, other = Authority(folder, "ours"), Authority(folder, "other")
-    return Made(ours, other, ours.signed("server", "IP:127.0.0.1"), ours.signed("client"), other.signed("stranger"))
+    return Made(ours, other, ours.signed("server", "127.0.0.1"), ours.signed("client"), other.signed("stranger"))
 
 
 def section(made: Made, **more: str) -> TlsSection:

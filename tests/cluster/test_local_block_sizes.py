@@ -90,14 +90,19 @@ async def test_a_running_request_moves_and_a_branching_one_is_sent_once(
     several = replace(request("several", 40, salt=1, max_tokens=8, temperature=0.7), branching=Branching(n=3))
     long = request("r", 90, max_tokens=60, ignore_eos=True)
     async with running(toy, unlike(*sizes, decode=2)) as cluster:
-        task = asyncio.create_task(cluster.generate(long))
-        await cluster.until(lambda: bool(running_on(cluster, "r")))
-        (there,) = running_on(cluster, "r")
-        await cluster.migrate("r", there, "decode-1" if there == "decode-0" else "decode-0")
-        tokens, outcome = await task
+        tokens, outcome = await moved(cluster, long)
         assert (ids(tokens), outcome.moves) == (alone(long), 1)
         _, outcome = await cluster.generate(several)
         assert (outcome.code, outcome.report.kv_blocks) == (None, -(-40 // min(sizes)))
+
+
+async def moved(cluster, req: Request):  # type: ignore[no-untyped-def]
+    """Tokens and outcome of a request that moves from one of two decode workers to the other as it runs."""
+    task = asyncio.create_task(cluster.generate(req))
+    await cluster.until(lambda: bool(running_on(cluster, req.request_id)))
+    (there,) = running_on(cluster, req.request_id)
+    await cluster.migrate(req.request_id, there, "decode-1" if there == "decode-0" else "decode-0")
+    return await task
 
 
 def running_on(cluster, request_id: str) -> list[str]:  # type: ignore[no-untyped-def]

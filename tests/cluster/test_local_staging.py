@@ -13,7 +13,7 @@ from cluster.config import TandemConfig
 from engine.types import Request
 from tandem.messages import Code
 from tests.cluster.local_rig import config, ids, request, running
-from tests.cluster.test_local_block_sizes import NEXT_TURN, SIZES, running_on, unlike
+from tests.cluster.test_local_block_sizes import NEXT_TURN, SIZES, moved, unlike
 from tests.cluster.test_local_fetch import FIRST, other_than, steer, warmed
 
 Alone = Callable[[Request], list[int]]
@@ -45,11 +45,7 @@ async def test_fetches_moves_and_blocks_of_two_sizes_go_that_way_too(
 ) -> None:
     long = request("r", 90, salt=1, max_tokens=60, ignore_eos=True)
     async with running(toy, staged(unlike(*sizes, prefill=2, decode=2))) as cluster:
-        task = asyncio.create_task(cluster.generate(long))
-        await cluster.until(lambda: bool(running_on(cluster, "r")))
-        (there,) = running_on(cluster, "r")
-        await cluster.migrate("r", there, "decode-1" if there == "decode-0" else "decode-0")
-        tokens, outcome = await task
+        tokens, outcome = await moved(cluster, long)
         assert (ids(tokens), outcome.moves) == (alone(long), 1)
         holder = await warmed(cluster, FIRST)
         steer(cluster, away_from=holder, source=holder, tokens=128)
@@ -65,3 +61,22 @@ async def test_a_prompt_that_can_never_land_is_refused_with_the_remedy(toy: Path
         assert "raise transfer.staging_memory" in outcome.message
         small = request("s", 40)
         assert ids((await cluster.generate(small))[0]) == alone(small)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), *SIZES[:2]])
+async def test_clients_that_leave_at_any_moment_hold_neither_blocks_nor_staging_memory(
+    toy: Path, alone: Alone, sizes: tuple[int, int]
+) -> None:
+    """On a region that is too small for all of them at once."""
+    async with running(toy, staged(unlike(*sizes), 24)) as cluster:
+        for turns in range(0, 60, 4):
+            leaving = [request(f"{turns}-{place}", 90 + place, salt=turns + place, max_tokens=40) for place in range(4)]
+            tasks = [asyncio.create_task(cluster.generate(one)) for one in leaving]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for one in leaving[:3]:
+                cluster.dispatch.abort(one.request_id)
+            answers = await asyncio.wait_for(asyncio.gather(*tasks), 20)
+            assert all(outcome.code in (None, Code.ABORTED) for _, outcome in answers)
+            tokens, outcome = answers[3]
+            assert (ids(tokens), outcome.code) == (alone(leaving[3]), None)

@@ -313,9 +313,8 @@ class LocalCluster:
         worker = slot.worker
         while True:
             wait_s = None if slot.frozen else worker.wait_s(self._clock())
-            if (
-                wait_s != 0.0
-            ):  # not by `wait_for`: up to Python 3.11 it may swallow the cancellation that ends this loop
+            if wait_s != 0.0:
+                # Not by `wait_for`: up to Python 3.11 it may swallow the cancellation that ends this loop.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await slot.bell.wait()

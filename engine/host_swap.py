@@ -48,8 +48,7 @@ class HostSwap:
         self._settle()
 
     def _settle(self) -> None:
-        if self._pool.device.type == "cuda":
-            torch.cuda.current_stream(self._pool.device).synchronize()
+        _settle(self._pool.device)
 
 
 class DeviceBytes:
@@ -98,8 +97,7 @@ class PoolSpans:
 
     def settle(self) -> None:
         """What kernels have written so far is there when it returns."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        _settle(self._device)
 
     def read(self, spans: Spans, into: memoryview) -> None:
         """Complete when it returns."""
@@ -139,6 +137,11 @@ class PoolSpans:
             return None
         table = self._bytes[: self.nbytes // length * length].view(-1, length)
         return table, torch.from_numpy(spans.offsets // length).to(self._device)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class SwapMemory:

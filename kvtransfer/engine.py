@@ -246,14 +246,7 @@ class TransferEngine:
         the spans lie outside the region or are more than `MAX_SPANS`, the lease was withdrawn, or the peer is not
         connected.
         """
-        if not len(spans):
-            raise TransferError(f"{key}: a push needs at least one span")
-        if len(spans) > MAX_SPANS:
-            raise TransferError(f"{key}: a push has at most {MAX_SPANS} spans, not {len(spans)}")
-        if problem := check_spans(spans, self._region_bytes):
-            raise TransferError(f"{key}: {problem}")
-        if key in self._withdrawn:
-            raise TransferError(f"{key} was withdrawn")
+        self._check_push(key, spans, self._region_bytes)
         chosen = self._choose(peer, scheme)
         spans = Spans.of(spans)
         self._settle()
@@ -376,6 +369,17 @@ class TransferEngine:
         self.poll()
 
     # -- source, inside ------------------------------------------------------------------------------------------------
+
+    def _check_push(self, key: LeaseKey, spans: Sequence[Span], num_bytes: int) -> None:
+        """Raises `TransferError` for spans that are none, too many, or not within `num_bytes`."""
+        if not len(spans):
+            raise TransferError(f"{key}: a push needs at least one span")
+        if len(spans) > MAX_SPANS:
+            raise TransferError(f"{key}: a push has at most {MAX_SPANS} spans, not {len(spans)}")
+        if problem := check_spans(spans, num_bytes):
+            raise TransferError(f"{key}: {problem}")
+        if key in self._withdrawn:
+            raise TransferError(f"{key} was withdrawn")
 
     def _choose(self, peer: PeerId, scheme: str | None) -> str:
         known = self._schemes.get(peer, [])

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,30 +81,31 @@ class IoLoop:
         if not self._turn.acquire(blocking=False):
             self.call(function)
             return
-        try:
+        with self._giving_back():
             if self._calls or not self._thread.is_alive():
                 self._calls.append(function)
                 self._asleep_knows = False
             else:
                 self._guard(function)
                 self._run_afterwards()
-        finally:
-            knows, self._asleep_knows = self._asleep_knows, True
-            self._turn.release()
-        if not knows:
-            self._wake_thread()
 
     def turn_here(self) -> None:
         """Do what is ready on this thread, if the loop's own has not come to it: where cores are scarce that one may
         wait for longer than a decode step."""
         if not self._turn.acquire(blocking=False):
             return
-        try:
+        with self._giving_back():
             if self._thread.is_alive() and not self._calls and (ready := self._selector.select(0)):
                 self._turns_here += 1
                 self._handle(ready)
                 self._asleep_knows &= self._hooks_done()
                 self._run_afterwards()
+
+    @contextlib.contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """The turn, which this thread holds; then the loop's own is woken if there is something new to look at."""
+        try:
+            yield
         finally:
             knows, self._asleep_knows = self._asleep_knows, True
             self._turn.release()

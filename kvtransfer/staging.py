@@ -28,7 +28,6 @@ import numpy as np
 
 from kvtransfer.engine import WINDOW_BYTES, TransferEngine, _Lease, _Push
 from kvtransfer.errors import TransferError
-from kvtransfer.frames import MAX_SPANS
 from kvtransfer.layout import check_spans
 from kvtransfer.transport import Transport
 from kvtransfer.types import LeaseKey, PeerId, PushDone, PushFailed, Received, Span, Spans, TransferEvent, TransferStats
@@ -192,12 +191,7 @@ class StagedTransfers(TransferEngine):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> int:
-        if not len(spans):
-            raise TransferError(f"{key}: a push needs at least one span")
-        if problem := check_spans(spans, self._copies.nbytes):
-            raise TransferError(f"{key}: {problem}")
-        if key in self._withdrawn:
-            raise TransferError(f"{key} was withdrawn")
+        self._check_push(key, spans, self._copies.nbytes)
         self._choose(peer, scheme)
         now, push_id = self._clock(), next(self._numbers)
         parts = self._cut(first, Spans.of(spans))
@@ -219,7 +213,6 @@ class StagedTransfers(TransferEngine):
         while start < len(spans):
             before = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
-            stop = min(stop, start + MAX_SPANS)
             parts.append((first + start, spans[start:stop]))
             start = stop
         return parts

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.errors import ModelError
+from engine.gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED = 3, 4
 """GGUF token types: control tokens have no text of their own; user-defined ones are never split, but are text."""
@@ -61,7 +61,7 @@ _NORMALIZED = ("qwen2",)
 def read_gguf(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and what `tokenizer_config.json` would say (`bos_token`, `eos_token`, `add_bos_token`,
     `chat_template`). ModelError names what is missing or unknown."""
-    reader = GGUFReader(path)
+    reader = GgufFile(path)
     if (kind := _field(reader, "model")) != "gpt2":
         raise ModelError(f"{path.name}: tokenizer.ggml.model {kind!r} is not supported; serve a Hugging Face directory")
     pre = str(_field(reader, "pre", "gpt-2"))
@@ -90,7 +90,7 @@ def _build(pre: str, tokens: list[str], merges: list[str], types: list[int]) -> 
     return tokenizer
 
 
-def _settings(reader: GGUFReader, pre: str, tokens: list[str]) -> dict[str, Any]:
+def _settings(reader: GgufFile, pre: str, tokens: list[str]) -> dict[str, Any]:
     def token(name: str) -> str | None:
         token_id = _field(reader, f"{name}_token_id")
         return tokens[token_id] if token_id is not None else None
@@ -104,6 +104,6 @@ def _settings(reader: GGUFReader, pre: str, tokens: list[str]) -> dict[str, Any]
     }
 
 
-def _field(reader: GGUFReader, name: str, default: Any = None) -> Any:
+def _field(reader: GgufFile, name: str, default: Any = None) -> Any:
     field = reader.get_field(f"tokenizer.ggml.{name}")
     return default if field is None else field.contents()

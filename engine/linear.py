@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from engine.quantised import GROUP, Quantised
 
 FEW_ROWS = 16
+FEW_COLUMNS = 4
+"""In float32 on a CPU so many rows are faster as columns: measured as above, with the last layer, 20 and 28 ms at one
+row and 4; as rows 44 and 64 ms, and faster from 8 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,20 @@ def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     """(rows, in) → (rows, out)."""
     few = linear.four_bit
     if few is None or x.shape[0] > FEW_ROWS:
-        return F.linear(x, linear.weight, linear.bias)
+        return dense(x, linear.weight, linear.bias)
     out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, few.codes, GROUP, few.scales_and_middles)
     return out if linear.bias is None else out + linear.bias
+
+
+def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(rows, in), (out, in), (out,) → (rows, out)."""
+    rows = x.shape[0]
+    if x.dtype is not torch.float32 or not x.is_cpu or not 0 < rows <= FEW_COLUMNS:
+        return F.linear(x, weight, bias)
+    # A single row goes twice: the product with a vector reads the weights at half the rate.
+    columns = x if rows > 1 else x.repeat(2, 1)
+    out = (weight @ columns.T).T[:rows].contiguous()
+    return out if bias is None else out + bias
 
 
 def four_bit(parts: Sequence[torch.Tensor | Quantised], dtype: torch.dtype) -> FourBit | None:

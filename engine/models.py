@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from engine.kernels.attention import Attention
 from engine.kernels.pointwise import Pointwise, TorchPointwise
-from engine.linear import product
+from engine.linear import dense, product
 from engine.model_config import ModelConfig
 from engine.rope import Rotary
 from engine.weights import Layer, Norm, Weights, tensors
@@ -63,7 +63,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits (rows, vocab_size) of hidden states (rows, hidden_size)."""
-        return F.linear(self._norm(hidden, self.weights.norm), self.weights.lm_head).to(torch.float32)
+        return dense(self._norm(hidden, self.weights.norm), self.weights.lm_head).to(torch.float32)
 
     def _attention(
         self, index: int, layer: Layer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attention

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import transformers
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -41,3 +45,11 @@ def smollm2_path() -> Path:
     from cluster import models
 
     return models.resolve(models.DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def transformers_twin(smollm2_path: Path) -> transformers.LlamaForCausalLM:
+    """What the default model is compared with."""
+    from tests.twin import twin_of
+
+    return twin_of(smollm2_path)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from engine.errors import ModelError
+from engine.gguf_file import GgufFile
 from engine.loaders.digest import content_digest
 from engine.model_config import parse_gguf_config
 from engine.quantised import Quantised, from_blocks
@@ -108,7 +109,7 @@ def _half_split(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-class _CheckedReader(GGUFReader):
+class _CheckedReader(GgufFile):
     """Names the tensor that a truncated file lost, which the package's own reader does not."""
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
@@ -121,7 +122,7 @@ class _CheckedReader(GGUFReader):
         super()._build_tensors(start_offs, fields)
 
 
-def _read(path: Path) -> GGUFReader:
+def _read(path: Path) -> GgufFile:
     try:
         return _CheckedReader(path)
     except ModelError as error:
@@ -130,7 +131,7 @@ def _read(path: Path) -> GGUFReader:
         raise ModelError(f"{path.name} is not a readable GGUF file: {error}") from error
 
 
-def _metadata(reader: GGUFReader) -> Mapping[str, Any]:
+def _metadata(reader: GgufFile) -> Mapping[str, Any]:
     """Key-value pairs, without the tokenizer's long lists."""
     kept = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
     ids = {key: field for key, field in reader.fields.items() if key.endswith("_token_id")}

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cluster.text import Text
 
@@ -72,18 +70,10 @@ class Answer:
 
 
 class Reference:
-    """transformers' own reading of a GGUF, in float32 on the CPU: independent of our loader and our layers."""
+    """The answers of transformers' own reading of the model."""
 
-    def __init__(self, path: Path) -> None:
-        settings = dict(load_gguf_checkpoint(str(path))["config"]) | {"tie_word_embeddings": True}
-        self._model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-        read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=self._model)
-        missing, unexpected = self._model.load_state_dict(
-            {name: torch.as_tensor(value, dtype=torch.float32) for name, value in read["tensors"].items()}, strict=False
-        )
-        assert (missing, unexpected) == (["lm_head.weight"], [])
-        self._model.tie_weights()
-        self._model.eval()
+    def __init__(self, model: transformers.LlamaForCausalLM) -> None:
+        self._model = model
 
     @torch.inference_mode()
     def turns(self, prompt: Sequence[int], more: Sequence[int], count: int) -> tuple[Answer, Answer]:

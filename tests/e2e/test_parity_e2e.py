@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+import transformers
 from parity_reference import Answer, Reference, prompts
 
 from cluster.config import ModelSection, PoolSection, PoolsSection, RoutingSection, TandemConfig, TimeoutsSection
@@ -38,6 +41,8 @@ from tandem.messages import Expect, Expected, HandedOver, Submit
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 COUNT = 12
+THREADS = min(2, os.cpu_count() or 1)
+"""Of the workers of one process, and of the reference: they hardly ever compute at once."""
 MORE = "<|im_end|>\n<|im_start|>user\nPlease go on, and tell me a little more about it.<|im_end|>\n"
 NO_HURRY = TimeoutsSection(
     heartbeat_s=1.0, suspect_s=300.0, fence_s=600.0, lease_s=300.0, connect_s=300.0, request_s=600.0
@@ -54,8 +59,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Reference:
-    return Reference(smollm2_path)
+def reference(transformers_twin: transformers.LlamaForCausalLM) -> Reference:
+    return Reference(transformers_twin)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,14 @@ def cases(smollm2_path: Path, reference: Reference) -> tuple[Case, ...]:
         first, second = reference.turns(prompt, more, COUNT)
         made.append(Case(prompt, first, (*prompt, *first.token_ids, *more), second))
     return tuple(made)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_has_its_threads_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +102,7 @@ def _one_copy_of_the_weights() -> Iterator[None]:
 
 
 def config(*, budget: int = 4096, blocks: int = 512, prefill: int = 1, decode: int = 1) -> TandemConfig:
-    pool = PoolSection(num_blocks=blocks, max_num_batched_tokens=budget, max_num_seqs=32, threads=1)
+    pool = PoolSection(num_blocks=blocks, max_num_batched_tokens=budget, max_num_seqs=32, threads=THREADS)
     return TandemConfig(
         model=ModelSection(dtype="float32"),
         pools=PoolsSection(prefill=replace(pool, count=prefill), decode=replace(pool, count=decode)),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.linear import FEW_ROWS, FourBit, Linear, four_bit, product
+from engine.linear import FEW_COLUMNS, FEW_ROWS, FourBit, Linear, dense, four_bit, product
 from engine.loaders import decoder_of, open_checkpoint
 from engine.quantised import Quantised, from_blocks, quantise
 
@@ -36,6 +36,17 @@ def test_products_of_both_forms_agree(dtype: torch.dtype, tolerance: float, bias
     nothing = torch.full((96, 64), torch.nan, dtype=dtype)
     got = product(x.to(dtype), Linear(nothing, None if added is None else added.to(dtype), few))
     assert float((got.float() - want).norm() / want.norm()) < tolerance
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, FEW_COLUMNS, FEW_COLUMNS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_as_columns_are_the_product_of_torch(rows: int, bias: bool) -> None:
+    chance = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(rows, 64, generator=chance), torch.randn(96, 64, generator=chance)
+    added = torch.randn(96, generator=chance) if bias else None
+    got = dense(x, weight, added)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, added), rtol=1e-5, atol=1e-5)
 
 
 def test_many_rows_go_the_dense_way() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from model_rig import greedy, make_runner
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.runner import ModelRunner
 
@@ -27,26 +26,12 @@ def runner(smollm2_path: Path) -> ModelRunner:
     return make_runner(smollm2_path)
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> transformers.LlamaForCausalLM:
-    """Weights as transformers itself reads the file, independent of our loader."""
-    settings = dict(load_gguf_checkpoint(str(smollm2_path))["config"]) | {"tie_word_embeddings": True}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-    read = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)
-    missing, unexpected = model.load_state_dict(
-        {name: torch.as_tensor(value, dtype=torch.float32) for name, value in read["tensors"].items()}, strict=False
-    )
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model.eval()
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 def test_greedy_output_equals_transformers(
-    runner: ModelRunner, reference: transformers.LlamaForCausalLM, name: str
+    runner: ModelRunner, transformers_twin: transformers.LlamaForCausalLM, name: str
 ) -> None:
     prompt = PROMPTS[name]
-    expected = reference.generate(
+    expected = transformers_twin.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=COUNT,

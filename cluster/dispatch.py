@@ -18,8 +18,9 @@
 4. A running request may move to another decode worker. Its old one's last delta says so; the new one is asked for the
    rest (`Follow`), and is from then on the one to abort, to suspect and to name in the outcome.
 5. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
-   request are told to drop it, and the router hears that the reservation is over. If we die, leases and deadlines
-   on the workers end by themselves.
+   request are told to drop it, and the router hears that the reservation is over. A decode worker that had no room
+   keeps the request's place until it comes again (`Abort.again`), is served elsewhere, or is over: it is told of each.
+   If we die, leases, claims and deadlines on the workers end by themselves.
 
 Each attempt has its own id (`id`, then `id~1`, …), so that news of an old attempt cannot be taken for the new one's.
 """
@@ -174,6 +175,10 @@ class Flight:
     """Attempts that failed for another reason than want of room."""
     rests: int = 0
     """How often it waited for room: each time twice as long, or a full pool would be asked without a pause."""
+    resting: asyncio.Future[None] | None = None
+    """The latest such wait."""
+    claims: dict[WorkerRef, str] = field(default_factory=dict)
+    """The decode workers that keep a place for it, and the attempt that they know it by."""
     placed_s: float | None = None
     first_s: float | None = None
     last_s: dict[int, float] = field(default_factory=dict)
@@ -301,6 +306,7 @@ class Dispatch:
                     if delta.moved is not None:
                         self._moved(flight.attempt, delta.moved)
                         continue
+                    self._waive(flight)
                     delta = await self._with_report(flight, flight.attempt, delta)
                     flight.saw(delta, self._clock())
                     yield delta
@@ -314,6 +320,7 @@ class Dispatch:
             flight.outcome = flight.ended(self._clock())
             if flight.attempt is not None:
                 self._leave(flight.attempt, flight.outcome)
+            self._waive(flight)
             self._on_outcome(flight.outcome)
 
     def abort(self, request_id: str) -> bool:
@@ -324,6 +331,8 @@ class Dispatch:
         flight.failure = Declined(Code.ABORTED, "the request was aborted")
         if flight.attempt is not None:
             flight.attempt.stream.end(flight.failure)
+        if flight.resting is not None:
+            flight.resting.cancel()
         return True
 
     def stop(self, flight: Flight, index: int) -> None:
@@ -351,6 +360,8 @@ class Dispatch:
         if placement is None:
             return False
         attempt = flight.attempt = self._open(flight, placement)
+        if flight.failure is not None:  # aborted while the router chose
+            return False
         request = replace(flight.request, request_id=attempt.request_id)
         await self._workers.open(placement.decode)
         attempt.expected = True
@@ -386,11 +397,20 @@ class Dispatch:
                 flight.failure = Declined(placed.code, placed.reason + before)
                 return None
             flight.passed_over = frozenset()
-            backoff_s = min(self._limits.backoff_s * 2.0 ** min(flight.rests, 16), self._limits.max_backoff_s)
-            flight.rests += 1
-            await self._sleep(min(backoff_s * (0.5 + self._random.random()), self._left_s(flight)))
+            await self._rest(flight)
         flight.failure = flight.failure or Declined(Code.DEADLINE, "the deadline passed before a worker had room")
         return None
+
+    async def _rest(self, flight: Flight) -> None:
+        """Longer each time; an abort ends it."""
+        backoff_s = min(self._limits.backoff_s * 2.0 ** min(flight.rests, 16), self._limits.max_backoff_s)
+        flight.rests += 1
+        rest_s = min(backoff_s * (0.5 + self._random.random()), self._left_s(flight))
+        flight.resting = asyncio.ensure_future(self._sleep(rest_s))
+        try:
+            await asyncio.wait({flight.resting})
+        finally:
+            flight.resting.cancel()
 
     def _open(self, flight: Flight, placement: Placement) -> Attempt:
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
@@ -459,11 +479,13 @@ class Dispatch:
         log.info("%s: %s declined (%s: %s), placing again", attempt.request_id, fault.name, error.code, error.message)
         outcome = replace(flight.ended(self._clock()), code=error.code, message=error.message)
         flight.attempt = None
-        self._leave(attempt, outcome)
+        if error.code is Code.NO_ROOM and fault == attempt.placement.decode:
+            flight.claims[fault] = attempt.request_id
+        self._leave(attempt, outcome, again=True)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _leave(self, attempt: Attempt, outcome: Outcome) -> None:
+    def _leave(self, attempt: Attempt, outcome: Outcome, *, again: bool = False) -> None:
         """Close the attempt. No await, so that no cancellation can cut it short: the telling is a task of its own."""
         attempt.deadline.cancel()
         holding = attempt.still_holding()
@@ -472,7 +494,14 @@ class Dispatch:
         self._hub.release(attempt.request_id)
         reason = FinishReason.DEADLINE if outcome.code is Code.DEADLINE else FinishReason.ABORT
         over = self._router.finished(attempt.request_id, outcome)
-        self._later(self._tell(attempt.request_id, holding, Abort(attempt.request_id, reason), over))
+        abort = Abort(attempt.request_id, reason, again=again)
+        self._later(self._tell(attempt.request_id, holding, abort, over))
+
+    def _waive(self, flight: Flight) -> None:
+        """It is served, or over: who keeps a place for it need not."""
+        for worker, attempt_id in flight.claims.items():
+            self._later(self._tell(attempt_id, (worker,), Abort(attempt_id)))
+        flight.claims.clear()
 
     def _later(self, telling: Coroutine[Any, Any, None]) -> None:
         goodbye = asyncio.get_running_loop().create_task(telling)

@@ -257,6 +257,8 @@ class Worker:
     def _abort(self, ask_id: int, abort: Abort, now: float) -> None:
         if abort.index is None:
             known = [node.abort(abort.request_id, abort.reason, now) for node in (self.prefill, self.decode)]
+            if not abort.again:
+                self.decode.waive(abort.request_id)
         else:
             known = [self.decode.abort_sequence(abort.request_id, abort.index, now)]
         self._reply(ask_id, Aborted(abort.request_id, any(known)))

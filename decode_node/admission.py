@@ -3,8 +3,9 @@
 A lease is granted when live blocks, the prompt's own blocks, what running requests are forecast to grow and what older
 requests were denied stay together under a watermark. The last term is fairness: a request that was once denied has the
 first claim on room that comes free, so that a stream of small requests cannot starve a large one. A claim is a number
-with an end; its request asks again in time or loses it. Dispatch tries a declined request as `id`, `id~1`, `id~2` …:
-attempts of one request share one claim, aged by the request's arrival. An empty pool always serves the oldest claim,
+with an end: its request asks again in time or loses it, and loses it at once when dispatch says that it is over.
+Dispatch tries a declined request as `id`, `id~1`, `id~2` …: attempts of one request share one claim, aged by the
+request's arrival. An empty pool always serves the oldest claim,
 whatever the forecast says, so the oldest request always progresses.
 """
 
@@ -98,6 +99,11 @@ def landing_ahead(wish: Wish, claims: Iterable[Claim]) -> int:
 def still_claimed(claims: Sequence[Claim], now: float) -> tuple[Claim, ...]:
     """The claims that have not run out."""
     return tuple(claim for claim in claims if claim.until_s > now)
+
+
+def without(claims: Sequence[Claim], key: str) -> tuple[Claim, ...]:
+    """The claims of all other requests."""
+    return tuple(claim for claim in claims if claim.wish.key != key)
 
 
 def _is_ahead(claim: Claim, wish: Wish) -> bool:

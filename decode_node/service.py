@@ -77,7 +77,7 @@ class DecodeLimits:
     """Share of the pool that leases may fill, forecast growth included."""
     growth_horizon_tokens: int = 64
     claim_s: float = 3.0
-    """How long a denied request keeps its place; dispatch asks again within half of it."""
+    """How long a denied request keeps its place when nobody says that it is over; dispatch asks again within half."""
     quiet_patience_s: float = 5.0
 
 
@@ -149,6 +149,10 @@ class DecodeNode:
             self._advance(guest, d.AbortAsked(reason), now)
         self._unheard.drop(request_id)  # with its last word: whoever wanted to hear it has given up
         return live
+
+    def waive(self, request_id: str) -> None:
+        """The request behind this attempt does not come back: younger ones need not wait for it."""
+        self._claims = admission.without(self._claims, admission.claim_key(request_id))
 
     def abort_sequence(self, request_id: str, index: int, now: float) -> bool:
         """End one sequence of a request that runs, without a word; False when it has ended, or cannot end alone."""
@@ -419,12 +423,14 @@ class DecodeNode:
 
     def _claim(self, guest: Guest, wish: Wish, now: float) -> None:
         """Whoever moves here can stay where it is, and claims nothing."""
-        others = tuple(claim for claim in self._claims if claim.wish.key != wish.key)
-        self._claims = others if guest.generated else (*others, Claim(wish, now + self._limits.claim_s))
+        others, until_s = admission.without(self._claims, wish.key), now + self._limits.claim_s
+        if guest.request.deadline_s is not None:
+            until_s = min(until_s, guest.request.deadline_s)
+        self._claims = others if guest.generated else (*others, Claim(wish, until_s))
 
     def _room_for(self, guest: Guest, wish: Wish, now: float) -> BlockLease | Declined:
         """Blocks if admission and pool agree; else the request keeps a claim, so that younger ones wait for it."""
-        claims = tuple(claim for claim in admission.still_claimed(self._claims, now) if claim.wish.key != wish.key)
+        claims = admission.without(admission.still_claimed(self._claims, now), wish.key)
         verdict = admission.decide(wish, self._room(now), claims, watermark=self._limits.watermark)
         leased = None
         if verdict.granted:

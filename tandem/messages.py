@@ -176,11 +176,13 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """`index`: of a request with several sequences end this one only."""
+    """`index`: of a request with several sequences end this one only. `again`: this attempt is over, but another one
+    follows, so that its claim on room stands; without it the request is over."""
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
     index: int | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

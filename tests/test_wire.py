@@ -145,7 +145,7 @@ def test_nan_numbers_reach_the_validator_instead_of_vanishing() -> None:
     ("question", "answer"),
     [
         (m.Commit("r", "l", 1, REF, REF, 3, "x", (Token(5),)), m.Committed("r")),
-        (m.Abort("r"), m.Aborted("r", known=False)),
+        (m.Abort("r", again=True), m.Aborted("r", known=False)),
         (m.ResetPrefixCache(), m.PrefixCacheReset(0)),
         (m.InjectFault(m.FaultKind.DROP, 3), m.FaultInjected()),
         (m.RenewLease("l", 2), m.Declined(m.Code.STALE, "generation 2 is gone; ask for a lease again", "decode-0")),

@@ -541,14 +541,16 @@ class Declined(_message.Message):
     def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ..., by: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("request_id", "reason", "index")
+    __slots__ = ("request_id", "reason", "index", "again")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: FinishReason
     index: int
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., index: _Optional[int] = ...) -> None: ...
+    again: bool
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., index: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class Aborted(_message.Message):
     __slots__ = ("request_id", "known")

@@ -86,6 +86,28 @@ async def test_six_requests_of_four_fifths_of_the_pool_all_finish(
         assert preempted <= 12, "they thrash"
 
 
+@pytest.mark.parametrize("leave", ["abort", "cancel"])
+async def test_clients_that_leave_while_they_wait_for_room_keep_no_place(toy: Path, alone: Alone, leave: str) -> None:
+    """Their claims would outlast the test by far; the one that stays is the youngest."""
+    async with running(toy, config(decode_blocks=24, prefix_caching=False)) as cluster:
+        decode, engine = (getattr(cluster.slots["decode-0"].worker, name) for name in ("decode", "engine"))
+        decode._limits = replace(decode._limits, claim_s=600.0)
+        for turn in range(5):
+            reqs = [request(f"{turn}-{i}", 250, salt=4 * turn + i, max_tokens=40, ignore_eos=True) for i in range(4)]
+            tasks = [asyncio.create_task(cluster.generate(req)) for req in reqs]
+            await cluster.until(lambda: len(decode._claims) >= 2)
+            for req, task in zip(reqs[:3], tasks[:3], strict=True):
+                task.cancel() if leave == "cancel" else cluster.dispatch.abort(req.request_id)
+            await asyncio.wait(tasks[:3])
+            await cluster.dispatch.drained()
+            assert {claim.wish.key for claim in decode._claims} <= {reqs[3].request_id}
+            tokens, outcome = await asyncio.wait_for(tasks[3], 15)
+            assert (ids(tokens), outcome.code) == (alone(reqs[3]), None)
+            await cluster.settled()
+            assert decode._claims == ()
+            assert engine.load(cluster.now()).free_blocks == 24
+
+
 # -- dead workers -----------------------------------------------------------------------------------------------------
 
 NOT_SOON_BACK = replace(config(), timeouts=replace(SOON, restart_backoff_s=60.0))

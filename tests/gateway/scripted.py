@@ -21,6 +21,7 @@ from cluster.outcome import Outcome
 from cluster.snapshot import Estimates, Placement, Refusal, RequestView
 from cluster.streams import FrameHub
 from cluster.text import Text
+from decode_node.admission import claim_key
 from engine.hashing import PrefixHasher, hash_root
 from engine.types import FinishReason, Request, Token
 from tandem.messages import (
@@ -169,6 +170,8 @@ class ScriptedWorkers:
     aborted: set[str] = field(default_factory=set)
     cut: set[tuple[str, int]] = field(default_factory=set)
     """Sequences that were ended while others of their request ran on."""
+    claims: set[tuple[str, str]] = field(default_factory=set)
+    """(decode worker, request) of those that found no room there, until they say that they are over."""
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with every question; a test clears it and waits."""
@@ -179,12 +182,16 @@ class ScriptedWorkers:
         self.asked.append((worker.name, question))
         self.heard.set()
         if waiting := self.declines.get((worker.name, type(question))):
-            return waiting.pop(0)
+            declined = waiting.pop(0)
+            self._keep_a_place(worker, question, declined)
+            return declined
         if isinstance(question, Abort) and question.index is not None:
             self.cut.add((question.request_id, question.index))
             return Aborted(question.request_id, True)
         if isinstance(question, Abort):
             self.aborted.add(question.request_id)
+            if not question.again:
+                self.claims.discard((worker.name, claim_key(question.request_id)))
             task = self.running.pop(question.request_id, None)
             if task is not None:
                 task.cancel()
@@ -197,6 +204,13 @@ class ScriptedWorkers:
             return Followed(question.request_id)
         assert isinstance(question, Submit)
         return await self._submitted(question)
+
+    def _keep_a_place(self, asked: WorkerRef, question: Question, declined: Declined) -> None:
+        if declined.code is not Code.NO_ROOM or not isinstance(question, Expect | Submit):
+            return
+        decode = question.decode if isinstance(question, Submit) else asked
+        if (declined.by or asked.name) == decode.name:
+            self.claims.add((decode.name, claim_key(question.request.request_id)))
 
     async def _submitted(self, question: Submit) -> Answer:
         request = question.request
@@ -266,6 +280,7 @@ class Bench:
         assert len(told) == len(set(told))
         still = set(self.workers.running) - self.workers.aborted
         assert not still, f"workers still run {still}"
+        assert not self.workers.claims, "a place is kept for a request that is over"
 
 
 LIMITS = Limits()

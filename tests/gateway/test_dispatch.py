@@ -10,7 +10,7 @@ import pytest
 from scripted import REPORT, Bench, ScriptedRouter, bench, ids, until, worker
 
 from cluster.dispatch import Flight, Limits
-from cluster.snapshot import Refusal
+from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.validate import Ask
 from engine.types import FinishReason, SamplingParams, Token
 from tandem.messages import Abort, Code, Declined, Delta, Expect, Follow, Submit
@@ -124,7 +124,8 @@ async def test_prefill_that_passes_on_decodes_refusal_is_not_blamed() -> None:
         assert flight.outcome is not None
         assert (flight.outcome.prefill, flight.outcome.decode) == ("prefill-0", "decode-1")
         await made.dispatch.drained()
-        assert ("decode-0", Abort("r0")) in made.workers.asked
+        told = [question for name, question in made.workers.asked if name == "decode-0" and isinstance(question, Abort)]
+        assert told == [Abort("r0", again=True), Abort("r0")], "it comes back; it is served elsewhere"
 
 
 async def test_a_failed_link_between_the_two_is_tried_again_and_accuses_nobody() -> None:
@@ -309,6 +310,88 @@ async def test_an_abort_while_no_worker_has_room_is_heard() -> None:
         assert await running == []
         assert flight.outcome is not None
         assert flight.outcome.code is Code.ABORTED
+
+
+async def _waiting_for_room(made: Bench, **fields: object) -> tuple[Flight, asyncio.Task[list[Delta]]]:
+    """Between two attempts, with a place kept by both decode workers."""
+    for name in ("decode-0", "decode-1"):
+        made.workers.declines[name, Expect] = [Declined(Code.NO_ROOM, "full")] * 10_000
+    flight = await _flight(made, **fields)
+    running = asyncio.create_task(_run(made, flight))
+    await until(lambda: flight.resting is not None)
+    assert made.workers.claims == {("decode-0", "r0"), ("decode-1", "r0")}
+    return flight, running
+
+
+FOR_LONG = Limits(backoff_s=60.0, max_backoff_s=60.0)
+
+
+async def test_a_client_that_leaves_between_two_attempts_gives_up_its_places() -> None:
+    async with bench(router=_two_pairs(), limits=FOR_LONG) as made:
+        _, running = await _waiting_for_room(made)
+        running.cancel()
+        await asyncio.wait({running})
+        await made.dispatch.drained()
+        assert not made.workers.claims
+
+
+async def test_an_abort_between_two_attempts_ends_the_wait_and_gives_up_the_places() -> None:
+    async with bench(router=_two_pairs(), limits=FOR_LONG) as made:
+        flight, running = await _waiting_for_room(made)
+        assert made.dispatch.abort("r0")
+        assert await running == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+        await made.dispatch.drained()
+        assert not made.workers.claims
+
+
+async def test_a_deadline_between_two_attempts_gives_up_the_places() -> None:
+    async with bench(router=_two_pairs(), limits=FOR_LONG) as made:
+        flight, running = await _waiting_for_room(made, timeout_s=0.1)
+        assert await running == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.DEADLINE
+        await made.dispatch.drained()
+        assert not made.workers.claims
+
+
+async def test_a_request_that_is_refused_for_good_gives_up_its_places() -> None:
+    async with bench(router=_two_pairs(), limits=SLOW) as made:
+        flight, running = await _waiting_for_room(made)
+        made.workers.declines["decode-0", Expect] = [Declined(Code.INVALID, "too long")]
+        assert await running == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.INVALID
+        await made.dispatch.drained()
+        assert not made.workers.claims
+
+
+async def test_a_request_that_is_served_gives_up_its_other_places_before_it_ends() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.NO_ROOM, "full")]
+        made.workers.hold = True
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 1 and not made.workers.claims)
+        made.workers.go.set()
+        assert _ids(await running) == ids("Hello, world")
+
+
+async def test_an_abort_while_the_router_chooses_starts_nothing() -> None:
+    class Slow(ScriptedRouter):
+        async def place(self, request: RequestView, exclude: frozenset[str]) -> Placement | Refusal:
+            made.dispatch.abort("r0")
+            return await super().place(request, exclude)
+
+    async with bench(router=Slow()) as made:
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+        await made.dispatch.drained()
+        assert not made.workers.asked
+    assert [request_id for request_id, _ in made.router.done] == ["r0"]
 
 
 @pytest.mark.parametrize("hold", [True, False])

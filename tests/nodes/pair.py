@@ -106,9 +106,9 @@ class Net:
             return None
         return self.ask(prefill, Submit(request, self.workers[decode].info.ref)) if prefill else None
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, again: bool = False) -> None:
         for name in tuple(self.workers):
-            self.ask(name, Abort(request_id))
+            self.ask(name, Abort(request_id, again=again))
 
     # -- time ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.admission import Claim, Room, Wish, claim_key, decide, growth_blocks, growth_of_several, still_claimed
+from decode_node.admission import (
+    Claim,
+    Room,
+    Wish,
+    claim_key,
+    decide,
+    growth_blocks,
+    growth_of_several,
+    still_claimed,
+    without,
+)
 
 SMALL = Wish("small", arrival_s=5.0, blocks=2, growth_blocks=0)
 BIG = Wish("big", arrival_s=1.0, blocks=8, growth_blocks=0)
@@ -38,6 +48,13 @@ def test_an_empty_pool_serves_the_oldest_whatever_the_forecast() -> None:
     assert decide(huge, Room(10, 0, 0), (), watermark=0.9).granted
     assert not decide(Wish("young", 2.0, 10, 0), Room(10, 0, 0), (Claim(BIG, 9.0),), watermark=0.9).granted
     assert not decide(Wish("over", 0.0, 11, 0), Room(10, 0, 0), (), watermark=1.0).granted
+
+
+def test_a_claim_that_is_given_up_holds_nobody_back() -> None:
+    claims, room = (Claim(BIG, 9.0), Claim(SMALL, 4.0)), Room(10, 4, 0)
+    assert not decide(SMALL, room, claims, watermark=1.0).granted
+    assert without(claims, "big") == (Claim(SMALL, 4.0),)
+    assert decide(SMALL, room, without(claims, "big"), watermark=1.0).granted
 
 
 def test_claims_run_out() -> None:

@@ -11,11 +11,13 @@ from kvtransfer.faults import Fault
 from prefill_node.handoff import Stage as Source
 from prefill_node.service import PrefillLimits
 from tandem.messages import (
+    Abort,
     AskLease,
     Code,
     Commit,
     DropLease,
     Expect,
+    HandedOver,
     InjectFault,
     RenewLease,
     ResetPrefixCache,
@@ -422,7 +424,7 @@ def test_a_decode_pool_for_two_serves_eight_without_deadlock_or_starvation() -> 
             if hasattr(answer, "code"):
                 assert answer.code is Code.NO_ROOM, answer
                 denied += 1
-                net.abort(f"{name}~{attempt}" if attempt else name)
+                net.abort(f"{name}~{attempt}" if attempt else name, again=True)
                 waiting[name] = (req, attempt + 1)
             else:
                 finished.append(name)
@@ -436,6 +438,54 @@ def test_a_decode_pool_for_two_serves_eight_without_deadlock_or_starvation() -> 
     assert denied > 0
     net.run()
     net.check()
+
+
+def denied(net: Net, deadline_s: float | None = None) -> None:
+    """A decode pool in use, and a request that was denied almost all of it."""
+    net.add("p0", "prefill")
+    net.add("d0", "decode", ledger_engine(num_blocks=64))
+    net.start(request("running", prompt(90, salt=1), max_tokens=900, arrival_s=99.0), "p0", "d0")
+    net.until(lambda: len(net.told["running"].tokens) > 1)
+    ask_id = net.start(request("big", prompt(900, salt=2), deadline_s=deadline_s), "p0", "d0")
+    net.until(lambda: ask_id in net.answers)
+    assert ask_id is not None
+    assert declined(net.answers[ask_id]).code is Code.NO_ROOM
+    net.abort("big", again=True)
+    net.turn()
+
+
+def small_waits_s(net: Net) -> float:
+    """How long a younger request waits that would fit beside the running one."""
+    start_s = net.now
+    for attempt in range(1000):
+        ask_id = net.start(request(f"small~{attempt}", prompt(20, salt=3), max_tokens=2, arrival_s=101.0), "p0", "d0")
+        net.until(lambda asked=ask_id: asked in net.answers)
+        assert ask_id is not None
+        if isinstance(net.answers[ask_id], HandedOver):
+            break
+        net.abort(f"small~{attempt}", again=True)
+        net.turn(0.05)
+    waited_s = net.now - start_s
+    net.abort("running")
+    net.run()
+    net.check()
+    return waited_s
+
+
+def test_who_is_over_holds_nobody_back_and_who_comes_again_or_says_nothing_does_for_its_claim() -> None:
+    net = Net()
+    denied(net)
+    assert small_waits_s(net) == pytest.approx(3.0, abs=0.1)
+    net = Net()
+    denied(net)
+    net.ask("d0", Abort("big"))
+    assert small_waits_s(net) < 0.05
+
+
+def test_a_claim_ends_with_its_requests_deadline() -> None:
+    net = Net()
+    denied(net, deadline_s=101.0)
+    assert small_waits_s(net) == pytest.approx(1.0, abs=0.1)
 
 
 def test_small_requests_cannot_starve_a_big_one() -> None:
@@ -454,7 +504,7 @@ def test_small_requests_cannot_starve_a_big_one() -> None:
         answer = net.answers.get(ask_id)
         if answer is not None and hasattr(answer, "code"):
             assert answer.code is Code.NO_ROOM
-            net.abort(f"big~{attempt}" if attempt else "big")
+            net.abort(f"big~{attempt}" if attempt else "big", again=True)
             attempt += 1
             ask_id = net.start(replace(big, request_id=f"big~{attempt}"), "p0", "d0")
         elif answer is not None:
@@ -531,7 +581,7 @@ def test_who_found_no_landing_place_goes_before_younger_requests() -> None:
         net.until(lambda asked=ask_id: asked in net.answers)
         assert ask_id is not None
         assert declined(net.answers[ask_id]).message == "the staging memory of d0 is full"
-        net.abort(one.request_id)
+        net.abort(one.request_id, again=True)
     free_blocks = 10
     again = [net.start(replace(one, request_id=f"{one.request_id}~1"), "p0", "d0") for one in (big, young[0])]
     net.start(young[1], "p0", "d0")

@@ -48,7 +48,7 @@ def exact(smollm2_path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
     return all_logits(make_runner(smollm2_path), tokens)
 
 
-@pytest.mark.parametrize(("weights", "noise"), [("bf16", 2e-2), ("as they come", 5e-3)])
+@pytest.mark.parametrize(("weights", "noise"), [("bf16", 2e-2), ("as they come", 1e-2)])
 def test_logits_and_perplexity_stay_those_of_float32(
     smollm2_path: Path, tokens: tuple[int, ...], exact: torch.Tensor, weights: str, noise: float
 ) -> None:

@@ -6,17 +6,22 @@
 //   int8   32 inputs: 512 bytes of codes, then the same
 //   bf16    2 inputs: 16 pairs
 // Bytes of codes lie as [input / 4][output][4]; for int4 the low half of a byte belongs to an even quad of inputs, the
-// high half to the odd quad after it. Integer products take activations as 16-bit numbers with one scale per row, in
-// two bytes: with 8 bits logits move by several percent, with 16 less than by bf16. One row costs the same, weights
-// being what it waits for.
+// high half to the odd quad after it.
+//
+// Integer products take activations as whole numbers of 8 bits with one scale per row and group. A few large ones would
+// leave the others of their group few bits, so the WIDE quads of every group that hold the largest have 12 bits: their
+// upper part is multiplied once more, with codes times 16. So logits move as little as by bf16 (by 8 bits alone four
+// times as much), for ten products of quads a group, where 8 bits take eight and 16 bits sixteen.
 #pragma once
 #include <algorithm>
+#include <vector>
 
 #include "simd.h"
 
 enum Format : int32_t { INT4 = 0, INT8 = 1, BF16 = 2 };
-constexpr int TILE = 16, GROUP = 32, MOST_ROWS = 4;
-constexpr float WIDEST = 127 * 256;     // sums over a group of 4-bit codes stay below 2^24, exact as floats
+constexpr int TILE = 16, GROUP = 32, MOST_ROWS = 4, WIDE = 2;
+constexpr int WORTH_OPENING = 16;  // rows from which it is quicker to open 4-bit codes once than in every product
+constexpr float MOST = 127, MOST_WIDE = 127 * 16 + 7;  // sums over a group stay below 2^24, exact as floats
 constexpr int CACHED_BYTES = 256 << 10;  // of activations that tiles are multiplied with before the next ones
 
 struct Weight {
@@ -28,42 +33,98 @@ struct Weight {
 static inline int64_t group_bytes(int format) { return format == INT4 ? 320 : format == INT8 ? 576 : 1024; }
 static inline int64_t tile_bytes(const Weight& w) { return group_bytes(w.format) * (w.inputs / GROUP); }
 
-// Activations in the forms that products read: whole numbers with a scale, and bf16.
+// A group of a row: numbers, of wide quads what is left of 16 times `high`. All of it times `scale` is the activations.
+struct Numbers {
+    int8_t low[GROUP];
+    int8_t high[WIDE][4];
+    int32_t quad[WIDE];  // which quads are wide
+    float scale, sum;    // the sum of the activations as they were rounded
+};
+
+// Activations in the forms that products read: whole numbers, and bf16.
 struct Activations {
-    int8_t* codes;     // (rows, inputs / GROUP, 2, GROUP): number = 256 * first + second
-    float* scales;     // (rows)
-    float* sums;       // (rows, inputs / GROUP), of numbers
+    Numbers* numbers;  // (rows, inputs / GROUP)
     uint16_t* halves;  // (rows, inputs)
 };
+
+// The greatest of each half's lanes, in all of its lanes.
+static inline i32x16 highest_of_halves(i32x16 v) {
+    const i32x16 swaps[] = {{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
+                            {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
+                            {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}};
+#pragma GCC unroll 3
+    for (const i32x16& swap : swaps) {
+        const i32x16 other = __builtin_shuffle(v, swap);
+        v = v > other ? v : other;
+    }
+    return v;
+}
+
+// Two groups as whole numbers. In what follows the lower half of a vector speaks of the first, the upper of the second.
+static inline void round_groups(const float* const (&x)[2], Numbers* const (&out)[2]) {
+    const i32x16 swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const i32x16 swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+    const i32x16 firsts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+    const i32x16 lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const i32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+    const i32x16 quads = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+    // As whole numbers, magnitudes compare alike and NaN is above all: it must not be lost in rounding. The place of a
+    // quad takes the lowest bits, so that the greatest also says where it is.
+    i32x16 of_quads[2];
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) {
+        i32x16 widest[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            i32x16 bits = load<i32x16>(x[g] + 16 * half) & 0x7fffffff, other = __builtin_shuffle(bits, swap1);
+            bits = bits > other ? bits : other;
+            other = __builtin_shuffle(bits, swap2);
+            widest[half] = bits > other ? bits : other;
+        }
+        of_quads[g] = __builtin_shuffle(widest[0], widest[1], firsts);
+    }
+    i32x16 keys = (__builtin_shuffle(of_quads[0], of_quads[1], lower) & ~7) | places;
+    i32x16 most = highest_of_halves(keys), wide = {};
+    const i32x16 greatest = most;
+#pragma GCC unroll 2
+    for (int i = 0; i < WIDE; i++) {
+        for (int g = 0; g < 2; g++) out[g]->quad[i] = most[8 * g] & 7;
+        wide |= keys == most;
+        keys = keys == most ? 0 : keys;
+        most = highest_of_halves(keys);
+    }
+    const i32x16 of_wide = (i32x16)((f32x16)greatest * (1 / MOST_WIDE)), of_others = (i32x16)((f32x16)most * (1 / MOST));
+    const f32x16 step = (f32x16)(of_wide > of_others ? of_wide : of_others);
+    const f32x16 inverses = step < 1e-30f ? f32x16{} : 1 / step, magic = splat(12582912.0f);
+    i32x16 sums[2] = {};
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) {
+        int8_t high[GROUP];
+        const f32x16 inverse = splat(inverses[8 * g]);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const i32x16 number = (i32x16)fma16(load<f32x16>(x[g] + 16 * half), inverse, magic) - 0x4b400000;
+            const i32x16 upper = (number + 8) >> 4, is_wide = __builtin_shuffle(wide, quads + (8 * g + 4 * half));
+            sums[g] += number;
+            store(high + 16 * half, __builtin_convertvector(upper, s8x16));
+            store(out[g]->low + 16 * half, __builtin_convertvector(is_wide ? number - (upper << 4) : number, s8x16));
+        }
+        for (int i = 0; i < WIDE; i++) memcpy(out[g]->high[i], high + 4 * out[g]->quad[i], 4);
+        out[g]->scale = step[8 * g];
+        out[g]->sum = (float)total(sums[g]) * step[8 * g];
+    }
+}
 
 // One row of `inputs` floats into whichever forms are wanted.
 static inline void prepare(const float* x, int inputs, int row, const Activations& a, bool integers, bool halves) {
     for (int i = 0; halves && i < inputs; i += 16) {
         store(a.halves + (int64_t)row * inputs + i, to_bf16(load<f32x16>(x + i)));
     }
-    if (!integers) return;
-    // As whole numbers, magnitudes compare alike and NaN is above all: it must not be lost in rounding.
-    i32x16 widest = {};
-    for (int i = 0; i < inputs; i += 16) {
-        i32x16 bits = load<i32x16>(x + i) & 0x7fffffff;
-        widest = bits > widest ? bits : widest;
-    }
-    const int32_t most_bits = highest(widest);
-    float most;
-    memcpy(&most, &most_bits, 4);
-    a.scales[row] = most / WIDEST;
-    const f32x16 inverse = splat(most < 1e-30f ? 0.0f : WIDEST / most), magic = splat(12582912.0f);
-    int8_t* codes = a.codes + (int64_t)row * inputs * 2;
-    float* sums = a.sums + (int64_t)row * (inputs / GROUP);
-    for (int i = 0; i < inputs; i += GROUP, codes += 2 * GROUP) {
-        i32x16 one = (i32x16)fma16(load<f32x16>(x + i), inverse, magic) - 0x4b400000;
-        i32x16 two = (i32x16)fma16(load<f32x16>(x + i + 16), inverse, magic) - 0x4b400000;
-        i32x16 one_high = (one + 128) >> 8, two_high = (two + 128) >> 8;
-        store(codes, __builtin_convertvector(one_high, s8x16));
-        store(codes + 16, __builtin_convertvector(two_high, s8x16));
-        store(codes + 32, __builtin_convertvector(one - (one_high << 8), s8x16));
-        store(codes + 48, __builtin_convertvector(two - (two_high << 8), s8x16));
-        *sums++ = (float)total(one + two);
+    Numbers* numbers = a.numbers + (int64_t)row * (inputs / GROUP);
+    for (int i = 0; integers && i < inputs; i += 2 * GROUP, numbers += 2) {
+        Numbers none;
+        const bool last = i + GROUP == inputs;
+        round_groups({x + i, last ? x + i : x + i + GROUP}, {numbers, last ? &none : numbers + 1});
     }
 }
 
@@ -73,9 +134,26 @@ static inline int32_t four(const int8_t* p) {
     return bytes;
 }
 
+// How codes lie before a product: two to a byte, or 4-bit codes opened to a byte each, or 8-bit codes.
+enum class Codes { PAIRED, OPENED, WHOLE };
+
+// Codes of neighbouring tiles, and the scales and offsets that end each group.
+struct Tiles {
+    const uint8_t *codes, *ends;
+    int64_t group, tile;         // bytes from one group's or tile's codes to the next
+    int64_t end_group, end_tile; // and between their ends
+    const uint8_t* next;         // as many stored bytes that are wanted soon, or null
+};
+
+static inline Tiles as_stored(const Weight& w, int tile) {
+    const uint8_t* data = w.data + tile * tile_bytes(w);
+    const int64_t group = group_bytes(w.format), size = tile_bytes(w);
+    return {data, data + group - 64, group, size, group, size, nullptr};
+}
+
 // Codes of quads 2 * pair and 2 * pair + 1 of a group.
-template <int FORMAT> static inline void two_quads(const uint8_t* group, int pair, u8x64& even, u8x64& odd) {
-    if (FORMAT == INT4) {
+template <Codes CODES> static inline void two_quads(const uint8_t* group, int pair, u8x64& even, u8x64& odd) {
+    if (CODES == Codes::PAIRED) {
         u8x64 both = load<u8x64>(group + 64 * pair);
         even = both & 15;
         odd = (u8x64)((u32x16)both >> 4) & 15;
@@ -85,49 +163,82 @@ template <int FORMAT> static inline void two_quads(const uint8_t* group, int pai
     odd = load<u8x64>(group + 128 * pair + 64);
 }
 
+// `sums`, and 16 times the products of a quad's codes with upper parts.
+template <Codes CODES> static inline i32x16 add_wide(i32x16 sums, const uint8_t* group, int quad, int32_t high) {
+    if (CODES == Codes::PAIRED) {
+        const u32x16 both = load<u32x16>(group + 64 * (quad / 2)) << (4 - quad % 2 * 4);
+        return dot4(sums, (u8x64)(both & 0xf0f0f0f0), high);
+    }
+    const u32x16 codes = load<u32x16>(group + 64 * quad);
+    if (CODES == Codes::OPENED) return dot4(sums, (u8x64)(codes << 4), high);
+    return sums + (dot4(i32x16{}, (u8x64)codes, high) << 4);
+}
+
 // TILES neighbouring tiles at once, so that each activation read serves all of them. The order of loops keeps just the
 // sums in registers, which they fill.
-template <int FORMAT, int TILES, int ROWS>
-static inline void integer_tiles(const uint8_t* w, int inputs, const Activations& a, int row, f32x16 (*sums)[ROWS]) {
+template <Codes CODES, int TILES, int ROWS>
+static inline void integer_tiles(Tiles t, int inputs, const Activations& a, int row, f32x16 (*sums)[ROWS]) {
     const int groups = inputs / GROUP;
-    const int64_t stride = group_bytes(FORMAT), tile = stride * groups, row_bytes = 2 * inputs;
-    const int8_t* x = a.codes + row * row_bytes;
-    const float* x_sums = a.sums + (int64_t)row * groups;
-    for (int g = 0; g < groups; g++, w += stride, x += 2 * GROUP, x_sums++) {
-        i32x16 high[TILES][ROWS] = {}, low[TILES][ROWS] = {};
+    const Numbers* x = a.numbers + (int64_t)row * groups;
+    for (int g = 0; g < groups; g++, t.codes += t.group, t.ends += t.end_group, x++) {
+        for (int64_t at = 0; t.next && at < TILES * t.end_group; at += 64) __builtin_prefetch(t.next + at);
+        if (t.next) t.next += TILES * t.end_group;
+        i32x16 dots[TILES][ROWS] = {};
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; pair++) {
             u8x64 codes[2][TILES];
 #pragma GCC unroll 2
-            for (int n = 0; n < TILES; n++) two_quads<FORMAT>(w + n * tile, pair, codes[0][n], codes[1][n]);
+            for (int n = 0; n < TILES; n++) two_quads<CODES>(t.codes + n * t.tile, pair, codes[0][n], codes[1][n]);
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
-                    const int8_t* quad = x + r * row_bytes + 8 * pair + 4 * odd;
+                    const int32_t quad = four(x[r * groups].low + 8 * pair + 4 * odd);
 #pragma GCC unroll 2
-                    for (int n = 0; n < TILES; n++) {
-                        high[n][r] = dot4(high[n][r], codes[odd][n], four(quad));
-                        low[n][r] = dot4(low[n][r], codes[odd][n], four(quad + GROUP));
-                    }
+                    for (int n = 0; n < TILES; n++) dots[n][r] = dot4(dots[n][r], codes[odd][n], quad);
                 }
             }
         }
-#pragma GCC unroll 2
+        f32x16 scale[TILES], offset[TILES];
         for (int n = 0; n < TILES; n++) {
-            const uint8_t* end = w + n * tile + stride;
-            f32x16 scale = from_half(end - 64), offset = from_half(end - 32);
+            scale[n] = from_half(t.ends + n * t.end_tile);
+            offset[n] = from_half(t.ends + n * t.end_tile + 32);
+        }
 #pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++) {
-                f32x16 dots = __builtin_convertvector((high[n][r] << 8) + low[n][r], f32x16);
-                sums[n][r] = fma16(offset, splat(x_sums[r * groups]), sums[n][r]);
-                sums[n][r] = fma16(dots, scale, sums[n][r]);
+        for (int r = 0; r < ROWS; r++) {
+            const Numbers& some = x[r * groups];
+#pragma GCC unroll 2
+            for (int n = 0; n < TILES; n++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < WIDE; i++) {
+                    dots[n][r] = add_wide<CODES>(dots[n][r], t.codes + n * t.tile, some.quad[i], four(some.high[i]));
+                }
+                const f32x16 product = __builtin_convertvector(dots[n][r], f32x16) * splat(some.scale);
+                sums[n][r] = fma16(offset[n], splat(some.sum), sums[n][r]);
+                sums[n][r] = fma16(product, scale[n], sums[n][r]);
             }
         }
     }
-    for (int n = 0; n < TILES; n++) {
-        for (int r = 0; r < ROWS; r++) sums[n][r] *= a.scales[row + r];
+}
+
+// Two tiles of 4-bit codes, a byte each, into this thread's own memory, for as long as it opens no others.
+static Tiles opened(const Weight& w, int tile) {
+    static thread_local std::vector<uint8_t> bytes;
+    const Tiles stored = as_stored(w, tile);
+    const int groups = w.inputs / GROUP;
+    bytes.resize(2 * TILE * w.inputs);
+    uint8_t* to = bytes.data();
+    for (int g = 0; g < groups; g++) {
+        for (int n = 0; n < 2; n++, to += TILE * GROUP) {
+            for (int pair = 0; pair < 4; pair++) {
+                u8x64 even, odd;
+                two_quads<Codes::PAIRED>(stored.codes + g * stored.group + n * stored.tile, pair, even, odd);
+                store(to + 128 * pair, even);
+                store(to + 128 * pair + 64, odd);
+            }
+        }
     }
+    return {bytes.data(), stored.ends, 2 * TILE * GROUP, TILE * GROUP, stored.end_group, stored.end_tile, nullptr};
 }
 
 template <int TILES, int ROWS>
@@ -167,13 +278,16 @@ static inline void leave(const Weight& w, int first, f32x16 sums, float* to, Int
 }
 
 template <int TILES, int ROWS>
-static void tiles_rows(const Weight& w, int tile, const Activations& a, int row, float* out, int64_t stride,
-                       Into into) {
-    const uint8_t* data = w.data + tile * tile_bytes(w);
+static void tiles_rows(const Weight& w, int tile, const Tiles& t, bool open, const Activations& a, int row, float* out,
+                       int64_t stride, Into into) {
+    for (int r = 0; r < ROWS; r++) {
+        for (int n = 0; n < TILES; n++) __builtin_prefetch(out + (row + r) * stride + (tile + n) * TILE, 1);
+    }
     f32x16 sums[TILES][ROWS] = {};
-    if (w.format == INT4) integer_tiles<INT4, TILES, ROWS>(data, w.inputs, a, row, sums);
-    if (w.format == INT8) integer_tiles<INT8, TILES, ROWS>(data, w.inputs, a, row, sums);
-    if (w.format == BF16) bf16_tiles<TILES, ROWS>(data, w.inputs, a, row, sums);
+    if (open) integer_tiles<Codes::OPENED, TILES, ROWS>(t, w.inputs, a, row, sums);
+    else if (w.format == INT4) integer_tiles<Codes::PAIRED, TILES, ROWS>(t, w.inputs, a, row, sums);
+    else if (w.format == INT8) integer_tiles<Codes::WHOLE, TILES, ROWS>(t, w.inputs, a, row, sums);
+    else bf16_tiles<TILES, ROWS>(t.codes, w.inputs, a, row, sums);
     for (int n = 0; n < TILES; n++) {
         const int first = (tile + n) * TILE;
         for (int r = 0; r < ROWS; r++) leave(w, first, sums[n][r], out + (row + r) * stride + first, into);
@@ -186,19 +300,24 @@ static inline int cached_rows(const Weight& w) {
 }
 
 // out[row][outputs of `tiles` tiles] for rows `first` … `last` - 1 of prepared activations, as many at once as registers
-// hold. A single row, which waits for memory, goes tile by tile.
+// hold. A single row, which waits for memory, goes tile by tile; for many rows 4-bit codes are opened once. Only the
+// first rows would wait for a tile's bytes, so the last ones ask for those of the next tiles, in the end for `later`.
 static void tile_products(const Weight& w, int tile, int tiles, const Activations& a, int first, int last, float* out,
-                          int64_t stride, Into into) {
-    typedef void (*Rows)(const Weight&, int, const Activations&, int, float*, int64_t, Into);
+                          int64_t stride, Into into, const uint8_t* later) {
+    typedef void (*Rows)(const Weight&, int, const Tiles&, bool, const Activations&, int, float*, int64_t, Into);
     static const Rows one[] = {tiles_rows<1, 1>, tiles_rows<1, 2>, tiles_rows<1, 3>, tiles_rows<1, 4>};
     static const Rows two[] = {tiles_rows<2, 1>, tiles_rows<2, 2>, tiles_rows<2, 3>, tiles_rows<2, 4>};
     for (int end = tile + tiles; tile < end;) {
         const bool pair = last - first > 1 && tile + 2 <= end;
+        const bool open = pair && w.format == INT4 && last - first >= WORTH_OPENING;
+        Tiles t = open ? opened(w, tile) : as_stored(w, tile);
+        const int after = tile + (pair ? 2 : 1);
         for (int row = first; row < last; row += MOST_ROWS) {
             const int some = std::min(last - row, MOST_ROWS);
-            (pair ? two : one)[some - 1](w, tile, a, row, out, stride, into);
+            if (pair && row + some == last) t.next = after + 2 <= end ? w.data + after * tile_bytes(w) : later;
+            (pair ? two : one)[some - 1](w, tile, t, open, a, row, out, stride, into);
         }
-        tile += pair ? 2 : 1;
+        tile = after;
     }
 }
 

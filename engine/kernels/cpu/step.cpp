@@ -57,8 +57,8 @@ struct Runner {
     std::vector<Layer> layers;
     Team team;
     Attention attention;
-    std::vector<float> x, qkv, mixed, inner, scales, sums;
-    std::vector<int8_t> codes;
+    std::vector<float> x, qkv, mixed, inner;
+    std::vector<Numbers> numbers;
     std::vector<uint16_t> halves;
     Activations prepared;
 
@@ -75,11 +75,9 @@ struct Runner {
         qkv.resize(tokens * qkv_width());
         mixed.resize(tokens * heads_width());
         inner.resize(tokens * 2 * model.inner);
-        codes.resize(tokens * widest * 2);
+        numbers.resize(tokens * widest / GROUP);
         halves.resize(tokens * widest);
-        scales.resize(tokens);
-        sums.resize(tokens * widest / GROUP);
-        prepared = {codes.data(), scales.data(), sums.data(), halves.data()};
+        prepared = {numbers.data(), halves.data()};
     }
 };
 
@@ -192,7 +190,10 @@ struct Walk {
             for (const Product* p = list; left > 0; p++) {
                 const int here = std::min(left, tiles_of(*p) - tile);
                 if (here > 0) {
-                    tile_products(*p->weight, tile, here, r.prepared, first, last, p->out, p->stride, p->into);
+                    const int then = tile + handful * r.team.size();  // where this thread goes on if they take turns
+                    const bool known = blocks == 1 && then + 2 <= tiles_of(*p);
+                    const uint8_t* later = known ? p->weight->data + then * tile_bytes(*p->weight) : nullptr;
+                    tile_products(*p->weight, tile, here, r.prepared, first, last, p->out, p->stride, p->into, later);
                     left -= here;
                 }
                 tile = std::max(0, tile - tiles_of(*p));

@@ -2,10 +2,12 @@
 
 One process decodes a batch (of the default model; `--model toy` takes a tiny random one) and polls its transfer engine
 between steps, as a decode worker does, while a source in another process keeps its link full. Windows of idle, busy and
-*neighbour* alternate, because a shared machine drifts; each decodes the same prompts, and the medians of windows count.
-In a neighbour window nothing is transferred, but a process of no other purpose takes as much CPU as the source took: on
-a machine with few cores that is not the transfer's cost. `alone` is what the link moves while nobody decodes. The last
-line is JSON.
+*neighbour* alternate, because a shared machine drifts; each decodes the same prompts. A ratio is the median over rounds
+of the ratio of two windows of one round: a disturbance from outside spoils the round that it hits and no other one. In
+a neighbour window nothing is transferred, but a process of no other purpose takes as much CPU as the source took: on a
+machine with few cores that is not the transfer's cost. `alone` is what the link moves while nobody decodes. `noise` is
+how far apart the p99 of one idle window and of the next one are, in the median: no ratio is known better than by about
+that over the root of the rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from bench.transfer import POOL_BYTES, TRANSPORTS, Child, Worker, push_all
@@ -219,6 +222,9 @@ def p99(times: Sequence[float]) -> float:
     return statistics.quantiles(times, n=100)[98]
 
 
+PARTS: dict[str, Callable[[Window], float]] = {"p50": lambda one: one.p50_ms, "p99": lambda one: one.p99_ms}
+
+
 class Course:
     """Windows of each kind, over one transport."""
 
@@ -268,7 +274,7 @@ class Course:
 
 
 def measure(course: Course, rounds: int) -> dict[str, float]:
-    """Medians of `rounds` windows of each kind, taken in turn."""
+    """Medians of `rounds` windows of each kind, taken in turn, and of the ratios within a round."""
     kinds = {"idle": course.idle, "busy": course.busy, "neighbour": course.neighbour}
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
@@ -278,8 +284,15 @@ def measure(course: Course, rounds: int) -> dict[str, float]:
     def of(kind: str, what: Callable[[Window], float]) -> float:
         return statistics.median(map(what, windows[kind]))
 
-    row = {f"{kind}_p50_ms": of(kind, lambda window: window.p50_ms) for kind in kinds}
-    row |= {f"{kind}_p99_ms": of(kind, lambda window: window.p99_ms) for kind in kinds}
+    def ratio(kind: str, what: Callable[[Window], float]) -> float:
+        rounds = zip(windows["busy"], windows[kind], strict=True)
+        return statistics.median(what(busy) / what(other) for busy, other in rounds)
+
+    row = {f"{kind}_{name}_ms": of(kind, what) for name, what in PARTS.items() for kind in kinds}
+    row |= {
+        f"{name}_busy_vs_{kind}": ratio(kind, what) for name, what in PARTS.items() for kind in kinds if kind != "busy"
+    }
+    row["noise"] = statistics.median(max(a, b) / min(a, b) for a, b in pairwise(map(PARTS["p99"], windows["idle"])))
     row["busy_gb_per_s"] = of("busy", lambda window: window.gb_per_s)
     row["alone_gb_per_s"] = course.alone()
     row["source_cores"] = of("busy", lambda window: window.source_cores)
@@ -303,7 +316,7 @@ def report(path: Path, args: argparse.Namespace) -> None:
     for name in next(iter(rows.values())):
         print(f"{name:20}" + "".join(f"{row[name]:12.2f}" for row in rows.values()))
     ratios = {
-        f"{transport}_itl_{part}_busy_vs_{kind}": round(row[f"busy_{part}_ms"] / row[f"{kind}_{part}_ms"], 3)
+        f"{transport}_itl_{part}_busy_vs_{kind}": round(row[f"{part}_busy_vs_{kind}"], 3)
         for transport, row in rows.items()
         for part in ("p50", "p99")
         for kind in ("idle", "neighbour")
@@ -322,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=chosen)
     parser.add_argument("--threads", type=int, default=1, help="of the step; workers have one unless told")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=100, help="per window")
-    parser.add_argument("--rounds", type=int, default=5, help="windows of each kind")
+    parser.add_argument("--steps", type=int, default=200, help="per window")
+    parser.add_argument("--rounds", type=int, default=7, help="windows of each kind")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--serve", choices=TRANSPORTS, help=argparse.SUPPRESS)
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)

@@ -57,14 +57,15 @@ class Connection:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._header = bytearray(HEADER_BYTES)
-        self._reading = Cursor([memoryview(self._header)])
-        self._reading_header = True
-        self._read_done: Callable[[], None] = self._header_read
-        self._spare = memoryview(bytearray(AHEAD_BYTES))
-        self._ahead = self._spare[:0]
+        self._reading: Cursor
+        self._reading_header: bool
+        self._read_done: Callable[[], None]
+        self.expect_frame()
+        self._room = memoryview(bytearray(AHEAD_BYTES))
+        self._ahead = self._room[:0]
         self._writing: deque[_Writing] = deque()
         self._open = True
-        self._within_host = sock.family == socket.AF_UNIX
+        self._may_bring_descriptor = sock.family == socket.AF_UNIX
         self._descriptors: list[int] = []
         self._hang_up: select.poll | None = None
         _tune(sock)
@@ -73,14 +74,25 @@ class Connection:
 
     def send(self, frame: bytes, descriptor: int | None = None) -> None:
         """Queue a frame, with a file descriptor where the peer is on this host."""
-        self._send(_Writing(Cursor([memoryview(frame)]), None, descriptor))
+        view = memoryview(frame)
+        if descriptor is None and self._open and not self._writing:  # as a rule the kernel takes all of it at once
+            try:
+                view = view[self._sock.send(view) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self.close(f"connection lost: {error.strerror or error}")
+                return
+        if view:
+            self._send(_Writing(Cursor([view]), None, descriptor))
 
     def send_views(self, views: Sequence[memoryview], done: Callable[[], None] | None = None) -> None:
         """Queue bytes that stay where they are; `done` when the kernel has them all."""
         self._send(_Writing(Cursor(views), done))
 
     def take_descriptor(self) -> int | None:
-        """The file descriptor that came with a frame; from now on the caller's to close."""
+        """The file descriptor that came with a frame; from now on the caller's to close. No more are read."""
+        self._may_bring_descriptor = False
         return self._descriptors.pop() if self._descriptors else None
 
     def hung_up(self) -> bool:
@@ -130,36 +142,44 @@ class Connection:
             self.close(f"internal error: {error}")
 
     def _read(self) -> None:
-        budget = FAIR_BYTES
-        drained = False
+        budget, drained = FAIR_BYTES, False
         while self._open and (budget > 0 or self._ahead):  # what was read ahead rings no bell
             if self._ahead:
-                received = self._take_ahead()
+                self._use_ahead()
             elif drained:
                 return
             else:
                 try:
-                    received, drained = self._receive_ahead()
+                    received, drained = self._receive_more()
                 except BlockingIOError:
                     return
                 if not received:
                     self.close("connection closed by the peer")
                     return
-            budget -= received
-            self._reading.advance(received)
-            if not self._reading.remaining:
-                self._read_done()
+                budget -= received
 
-    def _receive_ahead(self) -> tuple[int, bool]:
-        """Bytes received of what is being read, and whether the socket has no more; what a header came with is kept."""
-        window = self._reading.window(MAX_VIEWS)
+    def _receive_more(self) -> tuple[int, bool]:
+        """Bytes received, and whether the socket has no more. A header's, and what comes with it, are kept ahead."""
         if self._reading_header:
-            window.append(self._spare)
-        room = sum(map(len, window))
-        received = self._receive(window)
-        wanted = min(received, self._reading.remaining)
-        self._ahead = self._spare[: received - wanted]
-        return wanted, 0 < received < room
+            received = self._receive([self._room])
+            self._ahead = self._room[:received]
+            return received, received < len(self._room)
+        window = self._reading.window(MAX_VIEWS)
+        received, room = self._receive(window), sum(map(len, window))
+        self._advance(received)
+        return received, received < room
+
+    def _use_ahead(self) -> None:
+        if self._reading_header and self._reading.remaining == HEADER_BYTES <= len(self._ahead):  # as a rule
+            header, self._ahead = decode_header(self._ahead[:HEADER_BYTES]), self._ahead[HEADER_BYTES:]
+            self._begun(header)
+        else:
+            self._advance(self._take_ahead())
+
+    def _advance(self, num_bytes: int) -> None:
+        self._reading.advance(num_bytes)
+        if not self._reading.remaining:
+            self._read_done()
 
     def _take_ahead(self) -> int:
         taken = 0
@@ -171,8 +191,8 @@ class Connection:
         return taken
 
     def _receive(self, window: list[memoryview]) -> int:
-        if not self._within_host:
-            return self._sock.recvmsg_into(window)[0]
+        if not self._may_bring_descriptor:  # one that comes nevertheless is dropped by the kernel
+            return self._sock.recv_into(window[0]) if len(window) == 1 else self._sock.recvmsg_into(window)[0]
         received, ancillary, _, _ = self._sock.recvmsg_into(window, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -186,11 +206,16 @@ class Connection:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
+    def _between_frames(self) -> bool:
+        return self._reading_header and self._reading.remaining == HEADER_BYTES
+
     def _header_read(self) -> None:
-        header = decode_header(self._header)
-        self._reading_header = False
+        self.expect_frame()
+        self._begun(decode_header(self._header))
+
+    def _begun(self, header: Header) -> None:
+        """A header was read; unless what follows says otherwise, another one comes next."""
         if header.kind is Kind.DATA:
-            self.expect_frame()
             self._on_frame(header, b"")
             return
         if header.length > self.max_body_bytes:
@@ -199,11 +224,11 @@ class Connection:
             raise FrameError("a frame without a body")
         if header.length <= len(self._ahead):  # as a rule it is here already
             whole, self._ahead = bytes(self._ahead[: header.length]), self._ahead[header.length :]
-            self.expect_frame()
             self._on_frame(header, whole)
             return
         body = bytearray(header.length)
         self._reading = Cursor([memoryview(body)])
+        self._reading_header = False
         self._read_done = lambda: self._body_read(header, body)
 
     def _body_read(self, header: Header, body: bytearray) -> None:

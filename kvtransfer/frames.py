@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvtransfer.packing import pack, unpack
 from kvtransfer.types import NO_NUMBERS, LeaseKey, Numbers, Offer
 
@@ -80,18 +82,16 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
     return Header(_KINDS[kind], serial, length)
 
 
-def decode_fields(body: bytes | bytearray | memoryview, *types: type) -> list[Any]:
+def decode_fields(body: bytes | bytearray | memoryview, *types: type) -> tuple[Any, ...]:
     """The body's fields, exactly these types. Raises `FrameError`."""
     try:
         fields = unpack(body)
     except ValueError as error:
         raise FrameError(f"body: {error}") from error
-    if len(fields) != len(types):
-        raise FrameError(f"body with wrong fields, {len(types)} expected")
-    for value, wanted in zip(fields, types, strict=True):
-        if type(value) is not wanted:
-            raise FrameError(f"field of type {type(value).__name__}, {wanted.__name__} expected")
-    return list(fields)
+    if tuple(map(type, fields)) != types:
+        found, wanted = (", ".join(kind.__name__ for kind in kinds) for kinds in (map(type, fields), types))
+        raise FrameError(f"fields of types ({found}), ({wanted}) expected")
+    return fields
 
 
 def encode_offer(serial: int, offer: Offer, announced: bytes) -> bytes:
@@ -120,7 +120,7 @@ def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, bytes]:
     sizes, sums = decode_numbers(lengths), decode_numbers(checksums)
     if not len(sizes) or (len(sums) and len(sums) != len(sizes)):
         raise FrameError("an offer whose lengths and checksums do not fit together")
-    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or not sizes.array.all():
+    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or np.count_nonzero(sizes.array) < len(sizes):
         raise FrameError("an offer with an overlong name or an empty span")
     return Offer(LeaseKey(lease_id, generation), push_id, first, sizes, source, destination, sums), announced
 

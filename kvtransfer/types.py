@@ -54,7 +54,7 @@ class Numbers(Sequence[int]):
         return Numbers(np.frombuffer(raw, "<u8"))
 
     def sum(self) -> int:
-        return int(self.array.sum())
+        return int(self.array[0]) if len(self.array) == 1 else int(self.array.sum())
 
     def __len__(self) -> int:
         return len(self.array)
@@ -106,7 +106,7 @@ class Spans(Sequence[Span]):
 
     @property
     def num_bytes(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths[0]) if len(self.lengths) == 1 else int(self.lengths.sum())
 
     def __len__(self) -> int:
         return len(self.offsets)

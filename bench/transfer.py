@@ -5,7 +5,9 @@ from a pool much larger than any cache. The lists are new in each round; the clo
 byte. Yardsticks of the same run: one thread copying such lists inside one process, and with `--peers` NIXL (over what
 it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR, see
 `bench.transfer_peers`. Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
-wheel brings it, is shown for information: it reuses one hot buffer. Medians count; the last line is JSON.
+wheel brings it, is shown for information: it reuses one hot buffer. Latency is that of one block until its source knows
+that it has arrived: one after the other, as `ucx_perftest` measures, and with a pause before each, after which both
+processes must be woken and the processor has forgotten their code. Medians count; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ POOL_BYTES = 256 * 2**20
 ROUND_BYTES = 64 * 2**20
 PUSH_BYTES = 8 * 2**20
 LATENCY_KIB = 368
-LATENCY_ROUNDS = 100
+LATENCY_BLOCKS = 200
+PAUSE_MS = 2
 STEP_TIMEOUT_S = 60.0
 
 POOLS = {"shared": SharedMemory, "private": private_memory}
@@ -141,7 +144,7 @@ class Worker:
             for event in self.engine.poll():
                 count -= isinstance(event, kinds)
                 _refuse_failures(event)
-            if count > 0 and not self.news.wait(max(0.0, end - time.monotonic())):
+            if count > 0 and not self.engine.linger() and not self.news.wait(max(0.0, end - time.monotonic())):
                 raise RuntimeError(f"{count} transfers did not end within {STEP_TIMEOUT_S} s")
 
 
@@ -159,20 +162,38 @@ def push_all(worker: Worker, key: LeaseKey, peer: str, spans: Spans) -> int:
     return len(starts)
 
 
+def push_each(worker: Worker, key: LeaseKey, peer: str, spans: Spans, pause_s: float) -> float:
+    """One by one, after a pause each; the median of the seconds until it was known to have arrived."""
+    seconds = []
+    for place in range(len(spans)):
+        one = spans[place : place + 1]
+        if pause_s:
+            time.sleep(pause_s)
+        start_s = time.perf_counter()
+        worker.engine.push(key, peer, place, one)
+        worker.wait((PushDone,), 1)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)
+
+
 def serve_source(transport: str) -> None:
-    """The child: reads the address, then per round a list to make and "go"; answers with seconds."""
+    """The child: reads the address, then per round a list to make (all at once, or each block after a pause) and "go";
+    answers with seconds."""
     worker = Worker("source#1", transport)
     scheme = TRANSPORTS[transport][0]
     worker.engine.connect("destination#1", scheme, bytes.fromhex(sys.stdin.readline().strip()))
     print("ready", flush=True)
     for line in sys.stdin:
-        number, seed, block_bytes, num_bytes = map(int, line.split())
+        number, seed, block_bytes, num_bytes, *pause_ms = map(int, line.split())
         spans = block_spans(block_ids(seed, block_bytes, num_bytes), block_bytes)
         print("ready", flush=True)
         sys.stdin.readline()
-        start_s = time.perf_counter()
-        worker.wait((PushDone,), push_all(worker, LeaseKey("bench", number), "destination#1", spans))
-        print(time.perf_counter() - start_s, flush=True)
+        key, peer = LeaseKey("bench", number), "destination#1"
+        if pause_ms:
+            print(push_each(worker, key, peer, spans, pause_ms[0] / 1e3), flush=True)
+        else:
+            worker.wait((PushDone,), push_all(worker, key, peer, spans))
+            print("done", flush=True)
     worker.engine.shutdown()
 
 
@@ -183,24 +204,32 @@ class OurCourse:
         self._worker = worker
         self._child = child
         self._number = 0
-        self.known_s = 0.0
-        """Seconds of the last round until the source knew that all had arrived."""
 
     def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
+        blocks = max(1, num_bytes // block_bytes)
+        pushes = -(-blocks // max(1, PUSH_BYTES // block_bytes))
+        return self._round(f"{seed} {block_bytes} {num_bytes}", pushes)[0]
+
+    def latency_s(self, block_bytes: int, blocks: int, pause_ms: int) -> float:
+        """Median seconds until the source knew that a block had arrived, each sent by itself after a pause."""
+        return float(self._round(f"1 {block_bytes} {blocks * block_bytes} {pause_ms}", blocks)[1])
+
+    def _round(self, what: str, pushes: int) -> tuple[float, str]:
+        """Seconds until so many pushes had arrived, and what the source says of it."""
         self._number += 1
         key = LeaseKey("bench", self._number)
-        self._child.say(f"{self._number} {seed} {block_bytes} {num_bytes}")
+        self._child.say(f"{self._number} {what}")
+        seed, block_bytes, num_bytes, *_ = map(int, what.split())
         spans = block_spans(block_ids(~seed, block_bytes, num_bytes), block_bytes)
         self._worker.engine.open(key, "source#1", spans)
-        pushes = -(-len(spans) // max(1, PUSH_BYTES // block_bytes))
         self._child.hear()
         start_s = time.perf_counter()
         self._child.say("go")
         self._worker.wait((Received,), pushes)
         received_s = time.perf_counter() - start_s
-        self.known_s = float(self._child.hear())
+        said = self._child.hear()
         self._worker.engine.close(key)
-        return received_s
+        return received_s, said
 
 
 _CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
@@ -322,13 +351,9 @@ def measure(course: Course, rounds: int) -> dict[str, float]:
     return rates
 
 
-def latency_us(course: OurCourse) -> float:
-    """Median time until the source knows that one block has arrived."""
-    known_s = []
-    for number in range(LATENCY_ROUNDS):
-        course.move(LATENCY_KIB * KIB, LATENCY_KIB * KIB, 1 + number)
-        known_s.append(course.known_s)
-    return statistics.median(known_s) * 1e6
+def latency_us(course: OurCourse, pause_ms: int) -> int:
+    """Median until the source knows that one block has arrived."""
+    return round(course.latency_s(LATENCY_KIB * KIB, LATENCY_BLOCKS, pause_ms) * 1e6)
 
 
 def perftest(test: str, num_bytes: int) -> dict[str, float] | None:
@@ -361,11 +386,11 @@ def report(rounds: int, peers: Path | None) -> None:
     if not usable:
         print(f"ucx is left out: {why}")
     rates = {"copy": measure(CopyCourse(), rounds)}
-    latency = {}
+    latency, after_pause = {}, {}
     for name in names:
         with two_processes(name) as ours:
             rates[name] = measure(ours, rounds)
-            latency[name] = round(latency_us(ours))
+            latency[name], after_pause[name] = latency_us(ours, 0), latency_us(ours, PAUSE_MS)
     if peers is not None and not python_of(peers).exists():
         print(f"the peers are left out: {python_of(peers)} is not there")
         peers = None
@@ -374,11 +399,12 @@ def report(rounds: int, peers: Path | None) -> None:
         with peer_processes(peers, name) as theirs:
             rates[name] = measure(theirs, rounds)
     hot = perftest("tag_lat", LATENCY_KIB * KIB) if usable else None
-    _print_table(rates, latency)
+    _print_table(rates, latency, after_pause)
     if hot is not None:
         print(f"ucx_perftest, one hot buffer of {LATENCY_KIB} KiB: {hot['us']:.0f} µs, {hot['gb_per_s']:.2f} GB/s")
         latency["ucx_perftest"] = round(hot["us"])
-    line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates), "latency_us": latency}
+    line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates)}
+    line |= {"latency_us": latency, "latency_after_pause_us": after_pause}
     pools = {name: TRANSPORTS[name][2] for name in names}
     line |= {"shared_huge_pages": shared_huge_pages()}
     print(f"huge pages in shared memory: {line['shared_huge_pages']}")
@@ -411,11 +437,16 @@ def _rounded(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {name: {size: round(rate, 3) for size, rate in row.items()} for name, row in rates.items()}
 
 
-def _print_table(rates: dict[str, dict[str, float]], latency: dict[str, int]) -> None:
-    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs", "pool"])
+def _print_table(rates: dict[str, dict[str, float]], latency: dict[str, int], after_pause: dict[str, int]) -> None:
+    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs", "paused µs", "pool"])
     for name, row in rates.items():
         pool = TRANSPORTS[name][2] if name in TRANSPORTS else "private"
-        _print_row(name, [f"{rate:.2f}" for rate in row.values()] + [str(latency.get(name, "")), pool])
+        _print_row(
+            name,
+            [f"{rate:.2f}" for rate in row.values()]
+            + [str(times.get(name, "")) for times in (latency, after_pause)]
+            + [pool],
+        )
 
 
 def _print_row(name: str, cells: list[str]) -> None:

@@ -91,7 +91,8 @@ class RankLoop:
 
     def _turn(self) -> None:
         wait_s = self._worker.wait_s(time.monotonic())
-        self._poller.poll(math.ceil(wait_s * 1000))
+        if wait_s and not self._worker.transfers.linger():
+            self._poller.poll(math.ceil(wait_s * 1000))
         self._doorbell.answer()
         self._take()
         self._worker.prepare(time.monotonic())

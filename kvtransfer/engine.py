@@ -60,6 +60,10 @@ MAX_ATTEMPTS = 5
 """How often a push is offered to a peer that cannot be reached before it fails."""
 REST_S, MAX_REST_S = 0.1, 2.0
 """A pair rests after it could not be joined, twice as long each time it fails again; other pairs go on."""
+LINGER_S, LINGER_BYTES = 0.0005, 2**20
+"""For how long an idle owner looks for the end of a push of so few bytes at most."""
+MAX_IN_VAIN = 6
+"""Lingerings in vain in a row that still double how many are spared."""
 WINDOW_BYTES = 256 * 2**20
 """Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
 
@@ -100,6 +104,23 @@ class _Lane:
     offered_bytes: int = 0
     failures: int = 0
     rests_until_s: float = -math.inf
+
+
+class Lingering:
+    """Whether it pays to look again and again: after each time in vain, twice as many are spared."""
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+        self._to_spare = 0
+
+    def spared(self) -> bool:
+        """Whether this time is one of them; counted."""
+        self._to_spare -= 1
+        return self._to_spare >= 0
+
+    def ended(self, *, well: bool) -> None:
+        self._in_vain = 0 if well else min(self._in_vain + 1, MAX_IN_VAIN)
+        self._to_spare = 2**self._in_vain - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +178,7 @@ class TransferEngine:
         self._last_push_id = 0
         self._counts: dict[str, Counter[str]] = {}
         self._rates = Rates()
+        self._lingering = Lingering()
         self._transports: dict[str, Transport] = {}
         for inner in transports:
             transport = FaultyTransport(inner, region, self.faults, clock)
@@ -326,6 +348,21 @@ class TransferEngine:
             events, self._events = self._events, []
         return events
 
+    def linger(self) -> bool:
+        """For an owner with nothing else to do, before it sleeps: whether `poll` has news by now.
+
+        A push of little ends sooner than a sleeper is woken, twice. So while it is the only one its transport is looked
+        at again and again, for `LINGER_S` at most and behind whoever else wants the core, and less often when that was
+        in vain.
+        """
+        if len(self._pushes) == 1 and not self._events:
+            (push,) = self._pushes.values()
+            if push.offered and push.num_bytes <= LINGER_BYTES and not self._lingering.spared():
+                for event in self._transports[push.scheme].linger(time.monotonic() + LINGER_S):
+                    self._apply(push.scheme, event)
+                self._lingering.ended(well=bool(self._events))
+        return bool(self._events)
+
     def most_lease_bytes(self) -> float:
         """The largest lease that can ever be opened. Here any: bytes arrive where they belong."""
         return math.inf
@@ -455,7 +492,9 @@ class TransferEngine:
             duration_s = max(0.0, ended_s - push.started_s)
             counts = self._counts[push.scheme]
             self._cooling.pop(push.offer.destination, None)
-            counts.update(pushes=1, push_bytes=push.num_bytes, push_microseconds=round(duration_s * 1e6))
+            counts["pushes"] += 1
+            counts["push_bytes"] += push.num_bytes
+            counts["push_microseconds"] += round(duration_s * 1e6)
             self._tell(PushDone(key, push_id, push.num_bytes, duration_s))
         self._quiet_if_withdrawn(key)
 
@@ -506,7 +545,7 @@ class TransferEngine:
         last = offer.first + len(offer.lengths)
         if offer.first < 0 or not len(offer.lengths) or last > len(lease.spans):
             return f"spans {offer.first} … {last - 1} of a lease with {len(lease.spans)}"
-        if not lease.empty[offer.first : last].all():
+        if np.count_nonzero(lease.empty[offer.first : last]) < len(offer.lengths):
             return f"spans {offer.first} … {last - 1} were offered before"
         if offer.lengths.pack() != lease.spans.lengths[offer.first : last].tobytes():
             return f"lengths of spans {offer.first} … {last - 1} differ from the lease's"

@@ -126,7 +126,12 @@ class FaultyTransport:
     def poll(self) -> list[TransportEvent]:
         if self._held:
             self._release(self._clock())
-        events = self._inner.poll()
+        return self._passed_on(self._inner.poll())
+
+    def linger(self, until_s: float) -> list[TransportEvent]:
+        return self._passed_on(self._inner.linger(until_s))
+
+    def _passed_on(self, events: list[TransportEvent]) -> list[TransportEvent]:
         if self._taking:
             for event in events:
                 if isinstance(event, Taken):

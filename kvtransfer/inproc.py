@@ -99,6 +99,10 @@ class InprocTransport:
             events.append(self._events.popleft())
         return events
 
+    def linger(self, until_s: float) -> list[TransportEvent]:
+        """There is nothing to wait for: the peer takes when it polls."""
+        return self.poll()
+
     def cut(self, peer: PeerId) -> None:
         self._end_all(peer, f"{peer} was cut off")
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,15 +56,19 @@ class IoLoop:
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._woken)
+        self._alarm = selectors.DefaultSelector()
+        """What the thread sleeps in: the bell, and the selector unless somebody else looks at that one."""
+        self._alarm.register(self._bell, selectors.EVENT_READ)
+        self._alarm.register(self._selector, selectors.EVENT_READ)
         self._hooks: list[Callable[[], bool]] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._afterwards: dict[Callable[[], None], None] = {}
-        self._turns_here = 0
         self._running = True
         self._turn = threading.Lock()
         self._asleep_knows = True
         """Nothing was added that a sleeping thread has to look at."""
+        self._hooks_wait = False
+        """A hook that was asked outside the thread has more to do."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -81,34 +85,55 @@ class IoLoop:
         if not self._turn.acquire(blocking=False):
             self.call(function)
             return
-        with self._giving_back():
+        try:
             if self._calls or not self._thread.is_alive():
                 self._calls.append(function)
                 self._asleep_knows = False
             else:
                 self._guard(function)
                 self._run_afterwards()
+        finally:
+            self._give_back()
 
-    def turn_here(self) -> None:
+    def turn_here(self, but: Callable[[], None]) -> None:
         """Do what is ready on this thread, if the loop's own has not come to it: where cores are scarce that one may
-        wait for longer than a decode step."""
+        wait for longer than a decode step. Of what was asked for `afterwards` all `but` one is done."""
         if not self._turn.acquire(blocking=False):
             return
-        with self._giving_back():
-            if self._thread.is_alive() and not self._calls and (ready := self._selector.select(0)):
-                self._turns_here += 1
-                self._handle(ready)
-                self._asleep_knows &= self._hooks_done()
-                self._run_afterwards()
-
-    @contextlib.contextmanager
-    def _giving_back(self) -> Iterator[None]:
-        """The turn, which this thread holds; then the loop's own is woken if there is something new to look at."""
         try:
-            yield
+            if self._thread.is_alive() and not self._calls:
+                self._look(but)
         finally:
-            knows, self._asleep_knows = self._asleep_knows, True
-            self._turn.release()
+            self._give_back()
+
+    def _look(self, but: Callable[[], None]) -> None:
+        ready = self._selector.select(0)
+        if ready or self._hooks_wait:
+            self._handle(ready)
+            self._hooks_wait = not self._hooks_done()
+            self._afterwards.pop(but, None)
+            self._run_afterwards()
+
+    def linger(self, until: Callable[[], bool], but: Callable[[], None]) -> None:
+        """Look on this thread until `until()`, behind whoever wants the core, while the loop's own thread sleeps on:
+        for moments only. `but` is that of `turn_here`."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._alarm.modify(self._selector, 0)
+            self._hooks_wait = True  # the thread may have been about to ask them once more
+            while not until() and self._thread.is_alive() and not self._calls:
+                yield_core()
+                self._look(but)
+        finally:
+            self._alarm.modify(self._selector, selectors.EVENT_READ)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """The turn, which this thread holds; the loop's own is woken if there is something new to look at."""
+        knows = self._asleep_knows and not self._hooks_wait
+        self._asleep_knows, self._hooks_wait = True, False
+        self._turn.release()
         if not knows:
             self._wake_thread()
 
@@ -125,6 +150,7 @@ class IoLoop:
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the thread {self._thread.name} did not end within {_STOP_TIMEOUT_S} s")
+        self._alarm.close()
         self._selector.close()
         self._bell.close()
         self._ring.close()
@@ -176,14 +202,17 @@ class IoLoop:
             timeout_s = self._timeout_s()  # after the hooks, which may set a timer
             if self._calls or not may_sleep:
                 timeout_s = 0.0
-            self._asleep_knows, turns_here = True, self._turns_here
+            self._asleep_knows = True
             self._turn.release()
             if time.monotonic() - began_s > SLICE_S:
-                _yield()
-            ready = self._selector.select(timeout_s)
+                yield_core()
+            woken = self._alarm.select(timeout_s)
             self._turn.acquire()
             began_s = time.monotonic()
-            self._handle(ready if turns_here == self._turns_here else self._selector.select(0))
+            for key, _ in woken:
+                if key.fileobj is self._bell:
+                    self._empty_bell()
+            self._handle(self._selector.select(0))
             while self._calls:
                 self._guard(self._calls.popleft())
             self._run_timers()
@@ -216,7 +245,7 @@ class IoLoop:
             return None
         return max(0.0, min(due_s for due_s, _ in self._timers) - time.monotonic())
 
-    def _woken(self, events: int) -> None:
+    def _empty_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while len(self._bell.recv(4096)) == 4096:
                 pass
@@ -230,7 +259,7 @@ class IoLoop:
             return None
 
 
-_yield = ctypes.CDLL(None).sched_yield
+yield_core = ctypes.CDLL(None).sched_yield
 """`os.sched_yield` would keep the interpreter meanwhile."""
 
 

@@ -81,6 +81,11 @@ class Transport(Protocol):
         """What ended since the last call; never blocks."""
         ...
 
+    def linger(self, until_s: float) -> list[TransportEvent]:
+        """`poll` again and again, until something ended or the machine's clock says `until_s`, which is a moment away:
+        what a push of little needs is less than falling asleep and being woken."""
+        ...
+
     def cut(self, peer: PeerId) -> None:
         """End all traffic with this peer as it is now; each of its offers still ends by `Sent` or `Taken`. The next
         offer, from either side, begins anew, and nothing of before can touch memory then."""

@@ -29,6 +29,7 @@ import os
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -416,7 +417,14 @@ class WiredTransport:
         self.loop.call_here(lambda: self._offer(offer, Spans.of(spans)))
 
     def poll(self) -> list[TransportEvent]:
-        self.loop.turn_here()
+        self.loop.turn_here(but=self._wake)  # we are looking
+        return self._take_events()
+
+    def linger(self, until_s: float) -> list[TransportEvent]:
+        self.loop.linger(lambda: bool(self._events) or time.monotonic() >= until_s, but=self._wake)
+        return self._take_events()
+
+    def _take_events(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
         while self._events:
             events.append(self._events.popleft())

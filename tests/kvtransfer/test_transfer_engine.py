@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_rig import Clock
 
-from kvtransfer.engine import MAX_ATTEMPTS, MAX_REST_S, REST_S, TransferEngine
+from kvtransfer.engine import LINGER_BYTES, MAX_ATTEMPTS, MAX_IN_VAIN, MAX_REST_S, REST_S, Lingering, TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
 from kvtransfer.layout import block_spans
@@ -28,6 +28,7 @@ class Script:
     def __init__(self) -> None:
         self.offers: list[Offer] = []
         self.coming: list[TransportEvent] = []
+        self.lingered = 0
         self.accept: Acceptor
 
     def start(self, acceptor, wake):
@@ -45,6 +46,10 @@ class Script:
     def poll(self) -> list[TransportEvent]:
         events, self.coming = self.coming, []
         return events
+
+    def linger(self, until_s: float) -> list[TransportEvent]:
+        self.lingered += 1
+        return self.poll()
 
     def cut(self, peer):
         pass
@@ -421,3 +426,43 @@ def test_whatever_happens_the_books_agree_and_quiet_memory_never_changes(inproc,
     assert not closing, "a closed lease never became quiet"
     assert free == set(range(blocks))
     assert source.engine.in_flight() == destination.engine.in_flight() == 0
+
+
+def test_an_owner_lingers_for_the_end_of_one_small_push_and_for_nothing_else():
+    script, memory = Script(), bytearray(LINGER_BYTES + 1)
+    engine = TransferEngine(ME, memoryview(memory), [script], clock=Clock())
+    engine.connect(SOURCE, "script", b"script")
+    assert not engine.linger()
+    large = engine.push(KEY, SOURCE, 0, [Span(0, LINGER_BYTES + 1)])
+    assert not engine.linger()
+    small = engine.push(KEY, SOURCE, 1, [Span(0, 16)])
+    assert not engine.linger()
+    script.coming = [Sent(KEY, large)]
+    engine.poll()
+    assert script.lingered == 0
+    script.coming = [Sent(KEY, small)]
+    assert engine.linger()
+    assert script.lingered == 1
+    assert engine.linger(), "it has news already"
+    assert [event.push_id for event in engine.poll()] == [small]
+    assert script.lingered == 1
+    engine.check()
+
+
+def test_each_lingering_in_vain_spares_twice_as_many_up_to_a_bound_and_one_that_was_not_spares_none():
+    lingering = Lingering()
+
+    def spared() -> int:
+        times = 0
+        while lingering.spared():
+            times += 1
+        return times
+
+    assert spared() == 0
+    counts = []
+    for _ in range(MAX_IN_VAIN + 2):
+        lingering.ended(well=False)
+        counts.append(spared())
+    assert counts == [*(2**times - 1 for times in range(1, MAX_IN_VAIN + 1)), *[2**MAX_IN_VAIN - 1] * 2]
+    lingering.ended(well=True)
+    assert spared() == 0

@@ -136,15 +136,14 @@ def test_an_owner_does_what_is_ready_while_the_thread_gets_no_core_and_it_is_don
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, told, core = IoLoop("kv-test"), list[bytes](), threading.Event()
-    select = loop._selector.select
+    select = loop._alarm.select
 
     def select_and_starve(timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = select(timeout_s)
-        if timeout_s != 0:
-            core.wait(10)
+        core.wait(10)
         return ready
 
-    monkeypatch.setattr(loop._selector, "select", select_and_starve)
+    monkeypatch.setattr(loop._alarm, "select", select_and_starve)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop.watch(ours, selectors.EVENT_READ, lambda events: told.append(ours.recv(1)))
@@ -152,8 +151,46 @@ def test_an_owner_does_what_is_ready_while_the_thread_gets_no_core_and_it_is_don
         theirs.send(b"ab")
         end_s = time.monotonic() + 10
         while not told and time.monotonic() < end_s:
-            loop.turn_here()
+            loop.turn_here(but=lambda: None)
         assert told == [b"a"]
         core.set()
         loop.stop(lambda: None)
     assert told == [b"a", b"b"], "each byte was news once"
+
+
+def test_while_an_owner_lingers_the_thread_sleeps_on_and_then_it_does_what_comes():
+    loop, told, all_told = IoLoop("kv-test"), list[tuple[bytes, int]](), threading.Event()
+    ours, theirs = socket.socketpair()
+
+    def read(events: int) -> None:
+        told.append((ours.recv(1), threading.get_ident()))
+        if len(told) == 2:
+            all_told.set()
+
+    def until() -> bool:
+        if not told:
+            theirs.send(b"a")
+        return bool(told)
+
+    with ours, theirs:
+        loop.watch(ours, selectors.EVENT_READ, read)
+        loop.start()
+        while not told:  # it may not have fallen asleep yet
+            loop.linger(until, but=lambda: None)
+        theirs.send(b"b")
+        assert all_told.wait(10)
+        loop.stop(lambda: None)
+    assert told[0] == (b"a", threading.get_ident())
+    assert told[1][1] != threading.get_ident()
+
+
+def test_an_owner_that_lingers_finds_the_end_of_a_small_push(wired: Rig) -> None:
+    source, destination = wired.pair()
+    destination.engine.open(LeaseKey("small", 1), source.name, block_spans([0], SPAN_BYTES))
+    source.engine.push(LeaseKey("small", 1), destination.name, 0, block_spans([0], SPAN_BYTES))
+    end_s = time.monotonic() + 10
+    while not source.engine.linger() and time.monotonic() < end_s:
+        pass
+    source.poll()
+    assert source.saw(PushDone)
+    wired.until(lambda: destination.saw(Received))

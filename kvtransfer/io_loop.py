@@ -117,8 +117,10 @@ class IoLoop:
     def linger(self, until: Callable[[], bool], but: Callable[[], None]) -> None:
         """Look on this thread until `until()`, behind whoever wants the core, while the loop's own thread sleeps on:
         for moments only. `but` is that of `turn_here`."""
-        if not self._turn.acquire(blocking=False):
-            return
+        while not self._turn.acquire(blocking=False):  # the loop's own thread is about to tell, or to sleep
+            if until():
+                return
+            yield_core()
         try:
             self._alarm.modify(self._selector, 0)
             self._hooks_wait = True  # the thread may have been about to ask them once more

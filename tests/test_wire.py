@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+@cache
 def strategy(hint: Any) -> st.SearchStrategy[Any]:
     if hint in PLAIN:
         return PLAIN[hint]
@@ -49,6 +51,7 @@ def strategy(hint: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(hint) if issubclass(hint, StrEnum) else values_of(hint)
 
 
+@cache
 def values_of(cls: type) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls)
     arguments = {field.name: st.deferred(lambda hint=hints[field.name]: strategy(hint)) for field in fields(cls)}

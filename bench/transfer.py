@@ -6,8 +6,9 @@ byte. Yardsticks of the same run: one thread copying such lists inside one proce
 it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR, see
 `bench.transfer_peers`. Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
 wheel brings it, is shown for information: it reuses one hot buffer. Latency is that of one block until its source knows
-that it has arrived: one after the other, as `ucx_perftest` measures, and with a pause before each, after which both
-processes must be woken and the processor has forgotten their code. Medians count; the last line is JSON.
+that it has arrived: one after the other, as `ucx_perftest` measures; the same with a core for each process, since Linux
+may keep two that answer each other on one; and with a pause before each, after which both processes must be woken and
+the processor has forgotten their code. Medians count; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -214,6 +215,10 @@ class OurCourse:
         """Median seconds until the source knew that a block had arrived, each sent by itself after a pause."""
         return float(self._round(f"1 {block_bytes} {blocks * block_bytes} {pause_ms}", blocks)[1])
 
+    def apart(self) -> AbstractContextManager[None]:
+        """The two processes on cores of their own, if there are two."""
+        return cores_of_their_own(os.getpid(), self._child.process.pid)
+
     def _round(self, what: str, pushes: int) -> tuple[float, str]:
         """Seconds until so many pushes had arrived, and what the source says of it."""
         self._number += 1
@@ -230,6 +235,28 @@ class OurCourse:
         said = self._child.hear()
         self._worker.engine.close(key)
         return received_s, said
+
+
+@contextmanager
+def cores_of_their_own(*pids: int) -> Iterator[None]:
+    """Each process on one core. Left alone Linux may keep two that answer each other on the same one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(pids):
+        yield
+        return
+    try:
+        for core, pid in zip(cores, pids, strict=False):
+            _bind(pid, {core})
+        yield
+    finally:
+        for pid in pids:
+            _bind(pid, set(cores))
+
+
+def _bind(pid: int, cores: set[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 _CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
@@ -386,11 +413,13 @@ def report(rounds: int, peers: Path | None) -> None:
     if not usable:
         print(f"ucx is left out: {why}")
     rates = {"copy": measure(CopyCourse(), rounds)}
-    latency, after_pause = {}, {}
+    latency, after_pause, apart = {}, {}, {}
     for name in names:
         with two_processes(name) as ours:
             rates[name] = measure(ours, rounds)
             latency[name], after_pause[name] = latency_us(ours, 0), latency_us(ours, PAUSE_MS)
+            with ours.apart():
+                apart[name] = latency_us(ours, 0)
     if peers is not None and not python_of(peers).exists():
         print(f"the peers are left out: {python_of(peers)} is not there")
         peers = None
@@ -399,12 +428,12 @@ def report(rounds: int, peers: Path | None) -> None:
         with peer_processes(peers, name) as theirs:
             rates[name] = measure(theirs, rounds)
     hot = perftest("tag_lat", LATENCY_KIB * KIB) if usable else None
-    _print_table(rates, latency, after_pause)
+    _print_table(rates, latency, apart, after_pause)
     if hot is not None:
         print(f"ucx_perftest, one hot buffer of {LATENCY_KIB} KiB: {hot['us']:.0f} µs, {hot['gb_per_s']:.2f} GB/s")
         latency["ucx_perftest"] = round(hot["us"])
     line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates)}
-    line |= {"latency_us": latency, "latency_after_pause_us": after_pause}
+    line |= {"latency_us": latency, "latency_own_cores_us": apart, "latency_after_pause_us": after_pause}
     pools = {name: TRANSPORTS[name][2] for name in names}
     line |= {"shared_huge_pages": shared_huge_pages()}
     print(f"huge pages in shared memory: {line['shared_huge_pages']}")
@@ -437,20 +466,18 @@ def _rounded(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {name: {size: round(rate, 3) for size, rate in row.items()} for name, row in rates.items()}
 
 
-def _print_table(rates: dict[str, dict[str, float]], latency: dict[str, int], after_pause: dict[str, int]) -> None:
-    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs", "paused µs", "pool"])
+def _print_table(rates: dict[str, dict[str, float]], *latencies: dict[str, int]) -> None:
+    _print_row("GB/s", [f"{kib} KiB" for kib in BLOCK_KIB] + ["latency µs", "own cores µs", "paused µs", "pool"])
     for name, row in rates.items():
         pool = TRANSPORTS[name][2] if name in TRANSPORTS else "private"
         _print_row(
             name,
-            [f"{rate:.2f}" for rate in row.values()]
-            + [str(times.get(name, "")) for times in (latency, after_pause)]
-            + [pool],
+            [f"{rate:.2f}" for rate in row.values()] + [str(times.get(name, "")) for times in latencies] + [pool],
         )
 
 
 def _print_row(name: str, cells: list[str]) -> None:
-    print(f"{name:20}" + "".join(f"{cell:>12}" for cell in cells))
+    print(f"{name:20}" + "".join(f"{cell:>13}" for cell in cells))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

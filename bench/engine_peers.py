@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,9 +38,8 @@ def measure(generate: Generate, rounds: int) -> dict[str, object]:
 
 def _decode_rate(generate: Generate, prompts: Callable[[int, int], Prompts], batch: int, rounds: int) -> float:
     count = NEW_TOKENS[batch]
-    first = min(_seconds(generate, prompts(batch, PROMPT), 1) for _ in range(rounds))
-    whole = min(_seconds(generate, prompts(batch, PROMPT), 1 + count) for _ in range(rounds))
-    return batch * count / (whole - first)
+    pairs = [[_seconds(generate, prompts(batch, PROMPT), new) for new in (1, 1 + count)] for _ in range(rounds)]
+    return batch * count / statistics.median(whole - first for first, whole in pairs)
 
 
 def _seconds(generate: Generate, prompts: Prompts, count: int) -> float:

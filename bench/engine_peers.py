@@ -2,8 +2,8 @@
 
     python bench/engine_peers.py PEER MODEL_DIRECTORY THREADS ROUNDS
 
-A rate is what a whole program gives: decode tokens/s is (tokens after the first) / (time of a long run - time of the run
-before it, which ended with its first token), the median of the rounds; prefill is the best of them. Prompts are random
+A rate is what a whole program gives: decode tokens/s is (tokens after the first) / (time of a long run - time of one
+before it that ended with its first token), the median of the rounds; prefill is the best of them. Prompts are random
 and never repeat, and prefix caches are off. The last line is JSON: {"decode": {batch: rate}, "prefill": rate}.
 """
 

@@ -47,23 +47,22 @@ struct Activations {
     uint16_t* halves;  // (rows, inputs)
 };
 
-// The greatest of each half's lanes, in all of its lanes.
-static inline i32x16 highest_of_halves(i32x16 v) {
-    const i32x16 swaps[] = {{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
-                            {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
-                            {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}};
-#pragma GCC unroll 3
-    for (const i32x16& swap : swaps) {
-        const i32x16 other = __builtin_shuffle(v, swap);
-        v = v > other ? v : other;
-    }
-    return v;
+// Lanes in the order that a step of a butterfly wants.
+constexpr i32x16 SWAP1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+constexpr i32x16 SWAP2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+constexpr i32x16 SWAP4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+
+static inline i32x16 greater(i32x16 v, i32x16 order) {
+    const i32x16 other = __builtin_shuffle(v, order);
+    return v > other ? v : other;
 }
+
+// The greatest of each four lanes, and of each half's lanes, in all of them.
+static inline i32x16 highest_of_fours(i32x16 v) { return greater(greater(v, SWAP1), SWAP2); }
+static inline i32x16 highest_of_halves(i32x16 v) { return greater(highest_of_fours(v), SWAP4); }
 
 // Two groups as whole numbers. In what follows the lower half of a vector speaks of the first, the upper of the second.
 static inline void round_groups(const float* const (&x)[2], Numbers* const (&out)[2]) {
-    const i32x16 swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-    const i32x16 swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
     const i32x16 firsts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
     const i32x16 lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     const i32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -76,10 +75,7 @@ static inline void round_groups(const float* const (&x)[2], Numbers* const (&out
         i32x16 widest[2];
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            i32x16 bits = load<i32x16>(x[g] + 16 * half) & 0x7fffffff, other = __builtin_shuffle(bits, swap1);
-            bits = bits > other ? bits : other;
-            other = __builtin_shuffle(bits, swap2);
-            widest[half] = bits > other ? bits : other;
+            widest[half] = highest_of_fours(load<i32x16>(x[g] + 16 * half) & 0x7fffffff);
         }
         of_quads[g] = __builtin_shuffle(widest[0], widest[1], firsts);
     }

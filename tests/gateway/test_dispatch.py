@@ -335,23 +335,17 @@ async def test_a_client_that_leaves_between_two_attempts_gives_up_its_places() -
         assert not made.workers.claims
 
 
-async def test_an_abort_between_two_attempts_ends_the_wait_and_gives_up_the_places() -> None:
+@pytest.mark.parametrize(("fields", "code"), [({}, Code.ABORTED), ({"timeout_s": 0.1}, Code.DEADLINE)])
+async def test_an_abort_or_a_deadline_between_two_attempts_ends_the_wait_and_gives_up_the_places(
+    fields: dict[str, object], code: Code
+) -> None:
     async with bench(router=_two_pairs(), limits=FOR_LONG) as made:
-        flight, running = await _waiting_for_room(made)
-        assert made.dispatch.abort("r0")
+        flight, running = await _waiting_for_room(made, **fields)
+        if code is Code.ABORTED:
+            assert made.dispatch.abort("r0")
         assert await running == []
         assert flight.outcome is not None
-        assert flight.outcome.code is Code.ABORTED
-        await made.dispatch.drained()
-        assert not made.workers.claims
-
-
-async def test_a_deadline_between_two_attempts_gives_up_the_places() -> None:
-    async with bench(router=_two_pairs(), limits=FOR_LONG) as made:
-        flight, running = await _waiting_for_room(made, timeout_s=0.1)
-        assert await running == []
-        assert flight.outcome is not None
-        assert flight.outcome.code is Code.DEADLINE
+        assert flight.outcome.code is code
         await made.dispatch.drained()
         assert not made.workers.claims
 

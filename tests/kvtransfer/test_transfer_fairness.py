@@ -184,6 +184,27 @@ def test_while_an_owner_lingers_the_thread_sleeps_on_and_then_it_does_what_comes
     assert told[1][1] != threading.get_ident()
 
 
+def test_an_owner_waits_for_the_turn_before_it_lingers():
+    """What it is to look for may be in the hands of the loop's own thread."""
+    loop, busy, go, told = IoLoop("kv-test"), threading.Event(), threading.Event(), list[str]()
+
+    def work() -> None:
+        busy.set()
+        assert go.wait(10)
+        told.append("end")
+
+    def until() -> bool:
+        go.set()
+        return bool(told)
+
+    loop.start()
+    loop.call(work)
+    assert busy.wait(10)
+    loop.linger(until, but=lambda: None)
+    assert told == ["end"]
+    loop.stop(lambda: None)
+
+
 def test_an_owner_that_lingers_finds_the_end_of_a_small_push(wired: Rig) -> None:
     source, destination = wired.pair()
     destination.engine.open(LeaseKey("small", 1), source.name, block_spans([0], SPAN_BYTES))

@@ -5,8 +5,8 @@ requests were denied stay together under a watermark. The last term is fairness:
 first claim on room that comes free, so that a stream of small requests cannot starve a large one. A claim is a number
 with an end: its request asks again in time or loses it, and loses it at once when dispatch says that it is over.
 Dispatch tries a declined request as `id`, `id~1`, `id~2` …: attempts of one request share one claim, aged by the
-request's arrival. An empty pool always serves the oldest claim,
-whatever the forecast says, so the oldest request always progresses.
+request's arrival. An empty pool always serves the oldest claim, whatever the forecast says, so the oldest request
+always progresses.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
 from kvtransfer.frames import MAX_SPANS
 from kvtransfer.layout import check_region, check_spans
+from kvtransfer.lingering import LINGER_BYTES, LINGER_S, Lingering
 from kvtransfer.rates import PeerRate, Rates
 from kvtransfer.transport import Refused, Sent, Taken, Transport, TransportEvent
 from kvtransfer.types import (
@@ -60,10 +61,6 @@ MAX_ATTEMPTS = 5
 """How often a push is offered to a peer that cannot be reached before it fails."""
 REST_S, MAX_REST_S = 0.1, 2.0
 """A pair rests after it could not be joined, twice as long each time it fails again; other pairs go on."""
-LINGER_S, LINGER_BYTES = 0.0005, 2**20
-"""For how long an idle owner looks for the end of a push of so few bytes at most."""
-MAX_IN_VAIN = 6
-"""Lingerings in vain in a row that still double how many are spared."""
 WINDOW_BYTES = 256 * 2**20
 """Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
 
@@ -104,23 +101,6 @@ class _Lane:
     offered_bytes: int = 0
     failures: int = 0
     rests_until_s: float = -math.inf
-
-
-class Lingering:
-    """Whether it pays to look again and again: after each time in vain, twice as many are spared."""
-
-    def __init__(self) -> None:
-        self._in_vain = 0
-        self._to_spare = 0
-
-    def spared(self) -> bool:
-        """Whether this time is one of them; counted."""
-        self._to_spare -= 1
-        return self._to_spare >= 0
-
-    def ended(self, *, well: bool) -> None:
-        self._in_vain = 0 if well else min(self._in_vain + 1, MAX_IN_VAIN)
-        self._to_spare = 2**self._in_vain - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from kvtransfer.lingering import LINGER_S, Lingering
+
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
@@ -69,6 +71,8 @@ class IoLoop:
         """Nothing was added that a sleeping thread has to look at."""
         self._hooks_wait = False
         """A hook that was asked outside the thread has more to do."""
+        self._lingering = Lingering()
+        self._lingers_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -130,6 +134,11 @@ class IoLoop:
         finally:
             self._alarm.modify(self._selector, selectors.EVENT_READ)
             self._give_back()
+
+    def more_is_likely(self) -> None:
+        """Before it sleeps next, the thread looks for a while whether there is news."""
+        if not self._lingering.spared():
+            self._lingers_until_s = time.monotonic() + LINGER_S
 
     def _give_back(self) -> None:
         """The turn, which this thread holds; the loop's own is woken if there is something new to look at."""
@@ -208,7 +217,7 @@ class IoLoop:
             self._turn.release()
             if time.monotonic() - began_s > SLICE_S:
                 yield_core()
-            woken = self._alarm.select(timeout_s)
+            woken = self._wait(timeout_s)
             self._turn.acquire()
             began_s = time.monotonic()
             for key, _ in woken:
@@ -220,6 +229,18 @@ class IoLoop:
             self._run_timers()
             self._run_afterwards()
         self._turn.release()
+
+    def _wait(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """For news, at first by looking again and again if they are likely."""
+        woken = self._alarm.select(0 if self._lingers_until_s else timeout_s)
+        if timeout_s == 0.0 or not self._lingers_until_s:
+            return woken
+        while not woken and time.monotonic() < self._lingers_until_s:
+            yield_core()
+            woken = self._alarm.select(0)
+        self._lingers_until_s = 0.0
+        self._lingering.ended(well=bool(woken))
+        return woken or self._alarm.select(timeout_s)
 
     def _handle(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         for key, events in ready:

@@ -41,6 +41,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.frames import FrameError, Header, Kind
 from kvtransfer.handshake import UNIX, WiredAddress, socket_address
 from kvtransfer.io_loop import IoLoop
+from kvtransfer.lingering import LINGER_BYTES
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
 from kvtransfer.types import Offer, PeerId, PeerLost, Span, Spans
 
@@ -280,13 +281,16 @@ class _Incoming:
 
     def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None:
         offer = self._takes.get(serial)
-        if offer is not None and confirm and not error:
+        if offer is None:
+            return
+        if confirm and not error:
             self._unconfirmed.add(serial)
-            self.connection.send(frames.encode(Kind.ACK, serial, ""))
-        elif offer is not None:
+        else:
             del self._takes[serial]
             self._transport.emit(Taken(offer, error))  # known here before the source can know
-            self.connection.send(frames.encode(Kind.ACK, serial, error))
+        self.connection.send(frames.encode(Kind.ACK, serial, error))
+        if offer.num_bytes <= LINGER_BYTES:
+            self._transport.loop.more_is_likely()
 
     def end(self, reason: str) -> None:
         if self._ended:

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_rig import Clock
 
-from kvtransfer.engine import LINGER_BYTES, MAX_ATTEMPTS, MAX_IN_VAIN, MAX_REST_S, REST_S, Lingering, TransferEngine
+from kvtransfer.engine import MAX_ATTEMPTS, MAX_REST_S, REST_S, TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
 from kvtransfer.layout import block_spans
+from kvtransfer.lingering import LINGER_BYTES, MAX_IN_VAIN, Lingering
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
 from kvtransfer.types import LeaseKey, Numbers, Offer, PushDone, PushFailed, Quiet, Received, ReceiveFailed, Span
 

@@ -205,6 +205,33 @@ def test_an_owner_waits_for_the_turn_before_it_lingers():
     loop.stop(lambda: None)
 
 
+def test_where_more_is_likely_the_thread_looks_for_a_while_and_less_often_when_it_was_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, waits = IoLoop("kv-test"), queue.Queue[float | None]()
+    select = loop._alarm.select
+
+    def select_and_tell(timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        waits.put(timeout_s)
+        return select(timeout_s)
+
+    def looks_before_it_sleeps() -> int:
+        looks = 0
+        while waits.get(timeout=10) is not None:
+            looks += 1
+        return looks
+
+    monkeypatch.setattr(loop._alarm, "select", select_and_tell)
+    loop.start()
+    assert looks_before_it_sleeps() == 0
+    looks = []
+    for _ in range(5):
+        loop.call(loop.more_is_likely)
+        looks.append(looks_before_it_sleeps() > 0)
+    loop.stop(lambda: None)
+    assert looks == [True, False, True, False, False], "one is spared after the first in vain, three after the second"
+
+
 def test_an_owner_that_lingers_finds_the_end_of_a_small_push(wired: Rig) -> None:
     source, destination = wired.pair()
     destination.engine.open(LeaseKey("small", 1), source.name, block_spans([0], SPAN_BYTES))

@@ -123,6 +123,16 @@ def test_rows_come_in_the_order_of_the_plan_and_only_the_wanted_ones(toy: Checkp
     chunks = (Chunk("b", TOKENS[:8], 0, other, "none"), Chunk("a", TOKENS[30:40], 30, table, "all"))
     assert torch.equal(runner.run(StepPlan(chunks)), whole[30:])
     assert runner.run(StepPlan(chunks[:1])).shape == (0, 512)
+    chunks = (
+        Chunk("a", TOKENS[:30], 0, table, "last"),
+        Chunk("b", TOKENS[:8], 0, other, "none"),
+        Chunk("c", TOKENS[:12], 0, block_table(12, 30), "all"),
+        Chunk("d", TOKENS[:5], 0, block_table(5, 40)),
+        Chunk("e", TOKENS[:3], 0, block_table(3, 50), "none"),
+    )
+    assert torch.equal(runner.run(StepPlan(chunks)), torch.cat([whole[29:30], whole[:12], whole[4:5]]))
+    rest = Chunk("b", TOKENS[8:20], 8, other, "all")
+    assert torch.equal(runner.run(StepPlan((rest,))), whole[8:20]), "what nobody wanted has its KV nevertheless"
 
 
 def test_what_is_not_a_number_shows_in_the_logits_of_its_sequence_only(toy: Checkpoint) -> None:

@@ -33,7 +33,7 @@ struct Step {
     const float *cos, *sin;  // (num_tokens, head_dim): x * cos + roll(x, head_dim / 2) * sin
     const Span* spans;
     const int32_t* tables;
-    const int32_t* rows;  // which tokens' logits are wanted
+    const int32_t* rows;  // which tokens' logits are wanted, in ascending order
     float* logits;        // (num_rows, vocab)
     double* seconds;      // time spent in: products, attention, everything else
     Pool pool;
@@ -56,7 +56,8 @@ struct Runner {
     Model model;
     std::vector<Layer> layers;
     Team team;
-    Attention attention;
+    Attention attention, last_attention;
+    std::vector<Span> tails;
     std::vector<float> x, qkv, mixed, inner;
     std::vector<Numbers> numbers;
     std::vector<uint16_t> halves;
@@ -78,6 +79,28 @@ struct Runner {
         numbers.resize(tokens * widest / GROUP);
         halves.resize(tokens * widest);
         prepared = {numbers.data(), halves.data()};
+    }
+
+    void plan(const Step& step) {
+        tails.clear();
+        for (int s = 0, row = 0; s < step.num_spans; s++) {
+            const Span& span = step.spans[s];
+            const int end = span.first + span.queries, first = row < step.num_rows ? step.rows[row] : end;
+            if (first < end) tails.push_back({first, end - first, span.start + first - span.first, span.table});
+            while (row < step.num_rows && step.rows[row] < end) row++;
+        }
+        plan(attention, step, step.spans, step.num_spans);
+        plan(last_attention, step, tails.data(), tails.size());
+    }
+
+    void plan(Attention& a, const Step& step, const Span* spans, int count) const {
+        a.pool = &step.pool;
+        a.spans = spans;
+        a.tables = step.tables;
+        a.heads = model.heads;
+        a.qkv_stride = qkv_width();
+        a.scale = model.scale;
+        a.plan(step.num_tokens, count, team.size());
     }
 };
 
@@ -116,46 +139,63 @@ struct Walk {
 
     void all() {
         each_row(step.num_tokens, [&](int t) { unpack_row(m.embedding, step.tokens[t], &r.x[(int64_t)t * m.hidden]); });
-        for (int i = 0; i < m.num_layers; i++) layer(i);
-        logits();
+        for (int i = 0; i < m.num_layers; i++) {
+            queries_keys_values(i);
+            if (i < m.num_layers - 1) attend_and_mix(i, r.attention, step.num_tokens, [](int t) { return t; });
+        }
+        if (step.num_rows) last_of_wanted(m.num_layers - 1);
     }
 
-    void layer(int index) {
+    void queries_keys_values(int index) {
         const Layer& l = r.layers[index];
-        const int tokens = step.num_tokens, hidden = m.hidden, dim = m.head_dim;
         const int64_t width = r.qkv_width();
-        float *x = r.x.data(), *qkv = r.qkv.data(), *mixed = r.mixed.data(), *inner = r.inner.data();
-        float *k = qkv + r.heads_width(), *v = k + m.kv_heads * dim;
+        float *x = r.x.data(), *qkv = r.qkv.data(), *k = qkv + r.heads_width(), *v = k + m.kv_heads * m.head_dim;
         const Product heads[] = {{&l.q, qkv, width, Into::SET}, {&l.k, k, width, Into::SET}, {&l.v, v, width, Into::SET}};
+        each_row(step.num_tokens, [&](int t) { norm(x + (int64_t)t * m.hidden, l.input_norm, t, heads); });
+        products(heads, step.num_tokens);
+        each_row(step.num_tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
+    }
+
+    // Nobody reads what the last layer makes of a token but its keys, its values and the logits, if they are wanted.
+    void last_of_wanted(int index) {
+        if (step.num_rows < step.num_tokens) {
+            each(REST, 1, [&](int) {  // ascending, so that no row is lost
+                for (int i = 0; i < step.num_rows; i++) {
+                    const float* from = &r.x[(int64_t)step.rows[i] * m.hidden];
+                    std::copy(from, from + m.hidden, &r.x[(int64_t)i * m.hidden]);
+                }
+            });
+        }
+        attend_and_mix(index, r.last_attention, step.num_rows, [&](int i) { return step.rows[i]; });
+        const Product head[] = {{&m.head, step.logits, m.head.outputs, Into::SET}};
+        each_row(step.num_rows, [&](int i) { norm(&r.x[(int64_t)i * m.hidden], m.norm, i, head); });
+        products(head, step.num_rows);
+    }
+
+    // The rest of a layer for `rows` rows of the stream; row i is that of token `token(i)`.
+    template <class Token> void attend_and_mix(int index, Attention& attention, int rows, const Token& token) {
+        const Layer& l = r.layers[index];
+        const int hidden = m.hidden;
+        float *x = r.x.data(), *qkv = r.qkv.data(), *mixed = r.mixed.data(), *inner = r.inner.data();
         const Product output[] = {{&l.output, x, hidden, Into::ADD}};
         const Product wide[] = {{&l.gate, inner, 2 * m.inner, Into::SET}, {&l.up, inner + m.inner, 2 * m.inner, Into::SET}};
         const Product down[] = {{&l.down, x, hidden, Into::ADD}};
 
-        each_row(tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.input_norm, t, heads); });
-        products(heads, tokens);
-        each_row(tokens, [&](int t) { rotate_and_write(l, index, t, qkv + t * width); });
-        each(ATTENTION, r.attention.items(), [&](int i) { r.attention.attend(i, index, (int)l.window, qkv, mixed); });
-        each_row(tokens, [&](int t) {
-            float* row = mixed + (int64_t)t * r.heads_width();
-            r.attention.merge(t, row);
-            ready(row, r.heads_width(), t, output);
+        each(ATTENTION, attention.items(), [&](int i) { attention.attend(i, index, (int)l.window, qkv, mixed); });
+        each_row(rows, [&](int i) {
+            float* row = mixed + (int64_t)token(i) * r.heads_width();
+            attention.merge(token(i), row);
+            ready(row, r.heads_width(), i, output);
         });
-        products(output, tokens);
-        each_row(tokens, [&](int t) { norm(x + (int64_t)t * hidden, l.post_norm, t, wide); });
-        products(wide, tokens);
-        each_row(tokens, [&](int t) {
-            float* row = inner + (int64_t)t * 2 * m.inner;
+        products(output, rows);
+        each_row(rows, [&](int i) { norm(x + (int64_t)i * hidden, l.post_norm, i, wide); });
+        products(wide, rows);
+        each_row(rows, [&](int i) {
+            float* row = inner + (int64_t)i * 2 * m.inner;
             gate(row, m.inner);
-            ready(row, m.inner, t, down);
+            ready(row, m.inner, i, down);
         });
-        products(down, tokens);
-    }
-
-    void logits() {
-        if (!step.num_rows) return;
-        const Product head[] = {{&m.head, step.logits, m.head.outputs, Into::SET}};
-        each_row(step.num_rows, [&](int i) { norm(&r.x[(int64_t)step.rows[i] * m.hidden], m.norm, i, head); });
-        products(head, step.num_rows);
+        products(down, rows);
     }
 
     template <int N> void ready(const float* row, int inputs, int at, const Product (&for_products)[N]) {
@@ -274,16 +314,8 @@ void cpu_step_close(void* runner) { delete static_cast<Runner*>(runner); }
 
 void cpu_step_run(void* handle, const Step* step) {
     Runner& runner = *static_cast<Runner*>(handle);
-    const Model& m = runner.model;
     runner.reserve(std::max(step->num_tokens, step->num_rows));
-    Attention& a = runner.attention;
-    a.pool = &step->pool;
-    a.spans = step->spans;
-    a.tables = step->tables;
-    a.heads = m.heads;
-    a.qkv_stride = runner.qkv_width();
-    a.scale = m.scale;
-    a.plan(step->num_tokens, step->num_spans, runner.team.size());
+    runner.plan(*step);
     std::atomic<bool> first{true};
     runner.team.run([&] {
         Walk walk(runner, *step, first.exchange(false));

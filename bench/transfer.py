@@ -4,11 +4,12 @@ For each transport and block size a source process pushes a random list of block
 from a pool much larger than any cache. The lists are new in each round; the clock runs from the word "go" to the last
 byte. Yardsticks of the same run: one thread copying such lists inside one process, and with `--peers` NIXL (over what
 it chooses, and over TCP) and Mooncake's Transfer Engine (TCP), each as two processes of the Python in DIR, see
-`bench.transfer_peers`. Nobody runs while another one is measured: some poll even when idle. `ucx_perftest`, where the
-wheel brings it, is shown for information: it reuses one hot buffer. Latency is that of one block until its source knows
-that it has arrived: one after the other, as `ucx_perftest` measures; the same with a core for each process, since Linux
-may keep two that answer each other on one; and with a pause before each, after which both processes must be woken and
-the processor has forgotten their code. Medians count; the last line is JSON.
+`bench.transfer_peers`. All take turns within a round, because a shared machine drifts; a ratio is the median of those
+within a round. The processes of those whose turn it is not are stopped: some poll even when idle. `ucx_perftest`, where
+the wheel brings it, is shown for information: it reuses one hot buffer. Latency is that of one block until its source
+knows that it has arrived: one after the other, as `ucx_perftest` measures; the same with a core for each process, since
+Linux may keep two that answer each other on one; and with a pause before each, after which both processes must be woken
+and the processor has forgotten their code. Medians count; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import os
 import random
 import select
+import signal
 import socket
 import statistics
 import subprocess
@@ -27,7 +29,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from operator import truediv
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,6 +76,8 @@ PEERS = {
 class Course(Protocol):
     """A connected pair that moves one list per call."""
 
+    children: Sequence[Child]
+
     def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
         """Seconds until all bytes are in place."""
         ...
@@ -88,6 +93,8 @@ def block_ids(seed: int, block_bytes: int, num_bytes: int) -> list[int]:
 
 class CopyCourse:
     """The yardstick: one numpy copy per block."""
+
+    children: Sequence[Child] = ()
 
     def __init__(self) -> None:
         self._source, self._target = np.ones(POOL_BYTES, np.uint8), np.zeros(POOL_BYTES, np.uint8)
@@ -204,6 +211,7 @@ class OurCourse:
     def __init__(self, worker: Worker, child: Child) -> None:
         self._worker = worker
         self._child = child
+        self.children = (child,)
         self._number = 0
 
     def move(self, block_bytes: int, num_bytes: int, seed: int) -> float:
@@ -300,6 +308,7 @@ class Child:
 
     def end(self) -> None:
         assert self.process.stdin is not None
+        self.process.send_signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
@@ -330,6 +339,7 @@ class PeerCourse:
     """Two processes of a peer."""
 
     def __init__(self, target: Child, initiator: Child) -> None:
+        self.children = (target, initiator)
         self._initiator = initiator
         initiator.say(target.hear("{"))
         initiator.hear("{")
@@ -368,14 +378,41 @@ def peer_processes(peers: Path, name: str) -> Iterator[PeerCourse]:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def measure(course: Course, rounds: int) -> dict[str, float]:
-    """GB/s by block size: the median of `rounds` after one to warm up."""
-    rates = {}
+Seconds = dict[str, dict[int, list[float]]]
+"""By course and KiB of a block: one per round."""
+
+
+@contextmanager
+def turn_of(course: Course) -> Iterator[None]:
+    """Its processes run; those of others are stopped."""
+    try:
+        for child in course.children:
+            child.process.send_signal(signal.SIGCONT)
+        yield
+    finally:
+        for child in course.children:
+            child.process.send_signal(signal.SIGSTOP)
+
+
+def measure(courses: dict[str, Course], rounds: int) -> Seconds:
+    """Each turn begins with a list that is not counted: whoever was stopped is cold."""
+    seconds: Seconds = {name: {kib: [] for kib in BLOCK_KIB} for name in courses}
     for kib in BLOCK_KIB:
-        moved = ROUND_BYTES // (kib * KIB) * kib * KIB
-        seconds = [course.move(kib * KIB, ROUND_BYTES, 1 + number) for number in range(rounds + 1)][1:]
-        rates[f"{kib}k"] = moved / statistics.median(seconds) / 1e9
-    return rates
+        for number in range(rounds):
+            for name, course in courses.items():
+                with turn_of(course):
+                    course.move(kib * KIB, ROUND_BYTES, 2 * number)
+                    seconds[name][kib].append(course.move(kib * KIB, ROUND_BYTES, 2 * number + 1))
+    return seconds
+
+
+def gb_per_s(seconds: Seconds) -> dict[str, dict[str, float]]:
+    """Medians."""
+    moved = {kib: ROUND_BYTES // (kib * KIB) * kib * KIB for kib in BLOCK_KIB}
+    return {
+        name: {f"{kib}k": moved[kib] / statistics.median(took) / 1e9 for kib, took in by_size.items()}
+        for name, by_size in seconds.items()
+    }
 
 
 def latency_us(course: OurCourse, pause_ms: int) -> int:
@@ -412,27 +449,35 @@ def report(rounds: int, peers: Path | None) -> None:
     names = [name for name, (scheme, *_) in TRANSPORTS.items() if scheme != "ucx" or usable]
     if not usable:
         print(f"ucx is left out: {why}")
-    rates = {"copy": measure(CopyCourse(), rounds)}
-    latency, after_pause, apart = {}, {}, {}
-    for name in names:
-        with two_processes(name) as ours:
-            rates[name] = measure(ours, rounds)
-            latency[name], after_pause[name] = latency_us(ours, 0), latency_us(ours, PAUSE_MS)
-            with ours.apart():
-                apart[name] = latency_us(ours, 0)
     if peers is not None and not python_of(peers).exists():
         print(f"the peers are left out: {python_of(peers)} is not there")
         peers = None
-    for name in PEERS if peers is not None else ():
-        assert peers is not None
-        with peer_processes(peers, name) as theirs:
-            rates[name] = measure(theirs, rounds)
+    latency, after_pause, apart = {}, {}, {}
+    with ExitStack() as stack:
+        courses: dict[str, Course] = {"copy": CopyCourse()}
+
+        def join(name: str, course: Course) -> None:
+            courses[name] = course
+            with turn_of(course):
+                pass
+
+        for name in names:
+            ours = stack.enter_context(two_processes(name))
+            latency[name], after_pause[name] = latency_us(ours, 0), latency_us(ours, PAUSE_MS)
+            with ours.apart():
+                apart[name] = latency_us(ours, 0)
+            join(name, ours)
+        for name in PEERS if peers is not None else ():
+            assert peers is not None
+            join(name, stack.enter_context(peer_processes(peers, name)))
+        seconds = measure(courses, rounds)
+    rates = gb_per_s(seconds)
     hot = perftest("tag_lat", LATENCY_KIB * KIB) if usable else None
     _print_table(rates, latency, apart, after_pause)
     if hot is not None:
         print(f"ucx_perftest, one hot buffer of {LATENCY_KIB} KiB: {hot['us']:.0f} µs, {hot['gb_per_s']:.2f} GB/s")
         latency["ucx_perftest"] = round(hot["us"])
-    line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(rates)}
+    line = {"bench": "transfer", "gb_per_s": _rounded(rates), "ratios": ratios(seconds)}
     line |= {"latency_us": latency, "latency_own_cores_us": apart, "latency_after_pause_us": after_pause}
     pools = {name: TRANSPORTS[name][2] for name in names}
     line |= {"shared_huge_pages": shared_huge_pages()}
@@ -448,17 +493,19 @@ def shared_huge_pages() -> str:
         return "unknown"
 
 
-def ratios(rates: dict[str, dict[str, float]]) -> dict[str, float]:
+def ratios(seconds: Seconds) -> dict[str, float]:
     """Ours over each yardstick, like over like: `ucx` over NIXL with the same error handling, TCP over TCP."""
     pairs = [("best", CHOSEN, "copy", "copy")]
-    if "nixl" in rates:
+    if "nixl" in seconds:
         pairs += [("best", CHOSEN, "nixl", "nixl"), ("tcp", "tcp", "nixl", "nixl_tcp")]
         pairs += [("best", CHOSEN, "mooncake", "mooncake")]
-        pairs += [("ucx", "ucx", "nixl", "nixl"), ("ucx", "ucx", "nixl_tcp", "nixl_tcp")] if "ucx" in rates else []
+        pairs += [("ucx", "ucx", "nixl", "nixl"), ("ucx", "ucx", "nixl_tcp", "nixl_tcp")] if "ucx" in seconds else []
     return {
-        f"{name}_{size}_vs_{yardstick}": round(rates[ours][size] / rates[theirs][size], 3)
+        f"{name}_{kib}k_vs_{yardstick}": round(
+            statistics.median(map(truediv, seconds[theirs][kib], seconds[ours][kib])), 3
+        )
         for name, ours, yardstick, theirs in pairs
-        for size in rates["copy"]
+        for kib in BLOCK_KIB
     }
 
 

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 MAX_VIEWS = 64
 """Views per vectored call: enough to amortise the call, small enough to build quickly."""
-CALL_BYTES = 2**18
-"""Per call: a kernel without preemption lets nobody else onto the core before its end."""
 FAIR_BYTES = 2**20
 """After so much payload in one go the other links get their turn."""
 AHEAD_BYTES = 4096
@@ -166,7 +164,7 @@ class Connection:
             received = self._receive([self._room])
             self._ahead = self._room[:received]
             return received, received < len(self._room)
-        window = self._reading.window(MAX_VIEWS, CALL_BYTES)
+        window = self._reading.window(MAX_VIEWS)
         received, room = self._receive(window), sum(map(len, window))
         self._advance(received)
         return received, received < room
@@ -185,7 +183,7 @@ class Connection:
 
     def _take_ahead(self) -> int:
         taken = 0
-        for view in self._reading.window(MAX_VIEWS, CALL_BYTES):
+        for view in self._reading.window(MAX_VIEWS):
             part = self._ahead[: len(view)]
             view[: len(part)] = part
             self._ahead = self._ahead[len(part) :]
@@ -249,7 +247,7 @@ class Connection:
             while self._writing and budget > 0:
                 writing = self._writing[0]
                 rights = [] if writing.descriptor is None else [_rights(writing.descriptor)]
-                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS, CALL_BYTES), rights)
+                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS), rights)
                 writing.descriptor = None
                 budget -= sent
                 writing.cursor.advance(sent)

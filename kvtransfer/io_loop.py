@@ -232,12 +232,10 @@ class IoLoop:
 
     def _wait(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """For news, at first by looking again and again if they are likely."""
-        woken = self._alarm.select(0 if self._lingers_until_s else timeout_s)
-        if timeout_s == 0.0 or not self._lingers_until_s:
-            return woken
-        while not woken and time.monotonic() < self._lingers_until_s:
+        if timeout_s == 0.0 or self._lingers_until_s <= time.monotonic():
+            return self._alarm.select(timeout_s)
+        while not (woken := self._alarm.select(0)) and time.monotonic() < self._lingers_until_s:
             yield_core()
-            woken = self._alarm.select(0)
         self._lingers_until_s = 0.0
         self._lingering.ended(well=bool(woken))
         return woken or self._alarm.select(timeout_s)

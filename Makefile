@@ -1,5 +1,5 @@
 # make demo    a cluster on this machine, a dozen prompts through it, a table; then all stopped
-# make serve   the same cluster, left running for `tandem chat`, `tandem generate`, `tandem status`, `tandem stop`
+# make serve   a cluster with the defaults, or CONFIG's, left running for `tandem chat`, `tandem generate`, `tandem status`, `tandem stop`
 # make test    every test;  make check   formatter, linter, types, fresh stubs
 #
 # PYTHON  the interpreter the environment is made from      VENV   where it is; an existing one is used as it is

@@ -12,7 +12,7 @@ from cluster.models import KNOWN
 
 def doubts_here(config: TandemConfig) -> tuple[str, ...]:
     """What looks like a mistake from this machine; another one, where a worker runs, may know better."""
-    return (*_doubts_of_model(config.model), *_doubts_of_disks(config))
+    return (*_doubts_of_model(config.model), *_doubts_of_memory(config), *_doubts_of_disks(config))
 
 
 def _doubts_of_model(model: ModelSection) -> Iterator[str]:
@@ -22,6 +22,18 @@ def _doubts_of_model(model: ModelSection) -> Iterator[str]:
     if path is None and model.name not in KNOWN and not Path(model.name).expanduser().exists():
         known = ", ".join(KNOWN)
         yield f"model.name: {model.name!r} is no built-in model ({known}); give its place as model.path"
+
+
+def _doubts_of_memory(config: TandemConfig) -> Iterator[str]:
+    """Of KV pools in host memory: pages are taken as KV comes, so a pool that is too large fails under load."""
+    here, cores = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), os.cpu_count() or 1
+    for role in ROLES if config.model.device == "cpu" else ():
+        pool = config.pools.of(role)
+        if pool.num_blocks is None and pool.count * pool.kv_memory_bytes > here:
+            wanted = f"{pool.count} times {_size(pool.kv_memory_bytes)}"
+            yield f"pools.{role}.kv_memory: {wanted} is more than the {_size(here)} of this machine"
+        if pool.threads > cores:
+            yield f"pools.{role}.threads: {pool.threads} on {_count(cores, 'core')} of this machine hold each other up"
 
 
 def _doubts_of_disks(config: TandemConfig) -> Iterator[str]:
@@ -114,7 +126,7 @@ def _tiers(pool: PoolSection) -> str:
 
 def _class(sla: SlaClass) -> str:
     first = f"first token within {_time(sla.ttft_s)}" if sla.ttft_s is not None else "no promise for the first token"
-    next_ = f"then one every {_time(sla.itl_s)}" if sla.itl_s is not None else "none between tokens"
+    next_ = f"then one every {_time(sla.itl_s)}" if sla.itl_s is not None else "no promise between tokens"
     return f"Class {sla.name}: {first}, {next_}; priority {sla.priority}, ended after {_time(sla.timeout_s)}."
 
 

@@ -416,7 +416,7 @@ class Dispatch:
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         flight.attempts += 1
         stream = self._hub.expect(attempt_id, placement.decode, flight.request.answers)
-        late = Declined(Code.DEADLINE, "the deadline passed")
+        late = Declined(Code.DEADLINE, "the deadline passed: it is the request's timeout_s, else its class's timeout")
         timer = asyncio.get_running_loop().call_later(self._left_s(flight), stream.end, late)
         return Attempt(attempt_id, placement, stream, timer)
 

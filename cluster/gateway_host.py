@@ -195,7 +195,7 @@ def with_operator(app: ASGIApp, router: Router, api_key: str | None) -> ASGIApp:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
-            answer = _problem(401, "a valid API key is needed")
+            answer = _problem(401, "a valid API key is needed: Authorization: Bearer KEY")
         else:
             try:
                 answer = await _operate(scope, router)

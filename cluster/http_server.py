@@ -318,7 +318,9 @@ def _with_key(app: ASGIApp, key: str) -> ASGIApp:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, expected):
-                refusal = _error(401, "a valid API key is needed", headers={"www-authenticate": "Bearer"})
+                refusal = _error(
+                    401, "a valid API key is needed: Authorization: Bearer KEY", headers={"www-authenticate": "Bearer"}
+                )
                 await refusal(scope, receive, send)
                 return
         await app(scope, receive, send)

@@ -137,6 +137,7 @@ def ask_from(request: pb.GenerateRequest, left_s: float | None) -> Ask:
         messages=messages if kind == "chat" else None,
         sampling=_sampling(sampling),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        fill_context=kind == "chat",
         seed=sampling.seed if sampling.HasField("seed") else None,
         request_id=request.request_id,
         sla_class=request.sla_class,

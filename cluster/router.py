@@ -52,6 +52,8 @@ PROVEN_SAMPLES = 32
 """Steps after which a worker's own step times are believed."""
 LINK_STEP = 0.2
 """Weight of a new measurement of a pair's bandwidth."""
+LINK_DOUBTED = 16
+"""A pair that never moved bytes faster than this part of a copy in memory may have been measured in a busy moment."""
 LINK_MIN_BYTES = 1 << 20
 """Smaller transfers measure the latency of messages."""
 LINK_TRUST_S = 60.0
@@ -188,7 +190,7 @@ class RouterState:
             for source in idle
             if source is not there
             and (fetch if there.info.role == "prefill" else source.info.role == "prefill")
-            and (source.info.ref.name, there.info.ref.name) not in self._rates
+            and not _is_measured(source, there.info.ref.name)
         ]
         return self._probes.due(unmeasured, now)
 
@@ -473,6 +475,14 @@ class RouterState:
 
 def _is_idle(known: _Known) -> bool:
     return known.number >= 0 and not (known.load.running or known.load.waiting or known.transfers_in_flight)
+
+
+def _is_measured(source: _Known, peer: str) -> bool:
+    """Whether it is known how fast the source sends to that peer. A doubtful rate must not stay because it keeps away
+    the traffic that would mend it."""
+    return any(
+        link.peer == peer and link.best_bytes_per_s * LINK_DOUBTED >= link.limit_bytes_per_s for link in source.links
+    )
 
 
 def knobs_of(config: TandemConfig) -> RoutingKnobs:

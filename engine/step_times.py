@@ -12,6 +12,7 @@ Mooncake's cost models). Each error told is of a prediction made before its step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ _RIDGE = 0.01
 """Weight of the priors, in samples."""
 _ERROR_STEP = 0.1
 _OUTLIER = 4.0
-"""A step this many times slower than predicted was disturbed from outside; it counts as this many times."""
+"""A step this many times slower than predicted was disturbed from outside; it counts as this many times. What was
+predicted for a shape unlike those seen may be next to nothing: at least the quickest step of its kind is expected."""
 _TRUST_AFTER = 20
 _SMALL = (1e-2, 1e-3, 1e-6, 1e-2, 1e-3, 1e-5)
 """The scale of a coefficient whose prior is nothing."""
@@ -75,8 +77,9 @@ class StepTimeModel:
         self._times = priors or StepTimes()
         self._priors: Vector = (*self._times.prefill, *self._times.decode)
         self._scales = tuple(prior or small for prior, small in zip(self._priors, _SMALL, strict=True))
-        self._prompts, self._decodes = _Evidence(), _Evidence()
+        self._evidence = (_Evidence(), _Evidence())
         self._errors = [self._times.prefill_error, self._times.decode_error]
+        self._quickest_s = [math.inf, math.inf]
         self._samples = 0
         self._stale = False
 
@@ -96,19 +99,15 @@ class StepTimeModel:
             return
         expected = self.predict_s(shape)
         self._note_error(shape, expected, duration_s)
+        kind = 0 if shape.prefill_tokens else 1
+        self._quickest_s[kind] = min(self._quickest_s[kind], duration_s)
         if self._samples >= _TRUST_AFTER:
-            duration_s = min(duration_s, _OUTLIER * expected)
+            duration_s = min(duration_s, _OUTLIER * max(expected, self._quickest_s[kind]))
         scaled = (value * scale / duration_s for value, scale in zip(shape.features(), self._scales, strict=True))
-        evidence, error = self._of(shape)
-        evidence.add(tuple(scaled), _FADE if error < _WRONG else _FADE_WHEN_WRONG)
+        self._evidence[kind].add(tuple(scaled), _FADE if self._errors[kind] < _WRONG else _FADE_WHEN_WRONG)
         self._samples += 1
         # A fit costs about 100 microseconds: often while little is known, then every few steps.
         self._stale = self._stale or self._samples <= _TRUST_AFTER or self._samples % 8 == 0
-
-    def _of(self, shape: StepShape) -> tuple[_Evidence, float]:
-        if shape.prefill_tokens:
-            return self._prompts, self._errors[0]
-        return self._decodes, self._errors[1]
 
     def _note_error(self, shape: StepShape, expected: float, actual: float) -> None:
         error = abs(expected - actual) / actual
@@ -118,7 +117,7 @@ class StepTimeModel:
 
     def _fit(self) -> StepTimes:
         """The ridged normal equations of both kinds together, solved without negative numbers."""
-        prompts, decodes = self._prompts, self._decodes
+        prompts, decodes = self._evidence
         gram = [[x + y for x, y in zip(*rows, strict=True)] for rows in zip(prompts.gram, decodes.gram, strict=True)]
         moment = [x + y for x, y in zip(prompts.moment, decodes.moment, strict=True)]
         for i, (prior, scale) in enumerate(zip(self._priors, self._scales, strict=True)):

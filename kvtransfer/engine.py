@@ -381,6 +381,7 @@ class TransferEngine:
         """End everything. Afterwards no memory is in use and no thread of a transport runs."""
         for peer in list(self._lanes):
             self._end_all(peer, f"{self.me} closed")  # nothing waits or is offered again from here on
+        self._schemes.clear()
         for transport in self._transports.values():
             transport.close()
         self.poll()

@@ -425,7 +425,8 @@ class WiredTransport:
         return self._take_events()
 
     def linger(self, until_s: float) -> list[TransportEvent]:
-        self.loop.linger(lambda: bool(self._events) or time.monotonic() >= until_s, but=self._wake)
+        if not self._closed:
+            self.loop.linger(lambda: bool(self._events) or time.monotonic() >= until_s, but=self._wake)
         return self._take_events()
 
     def _take_events(self) -> list[TransportEvent]:

@@ -68,7 +68,7 @@ def _never_fits(request: RequestView, snapshot: Snapshot) -> Refusal | None:
 
 def _nobody(role: str, views: tuple[WorkerView, ...], snapshot: Snapshot) -> Refusal:
     if not views:
-        why = "none is alive, or all are draining"
+        why = "none is alive, or all are draining (`tandem undrain NAME` ends that)"
         return Refusal(Code.UNAVAILABLE, f"no {role} worker takes requests: {why}; try again soon")
     allowed = [view for view in views if view.name not in snapshot.excluded]
     if not allowed:

@@ -408,6 +408,14 @@ def test_a_model_that_is_not_here_is_doubted_where_it_is_checked(tmp_path: Path)
     assert "model.path" in doubt
 
 
+def test_more_kv_or_threads_than_this_machine_has_are_doubted_with_their_place() -> None:
+    doubts = doubts_here(config_from_text("pools: {prefill: {kv_memory: 90000GiB}, decode: {count: 2, threads: 4000}}"))
+    assert [doubt.partition(":")[0] for doubt in doubts] == ["pools.prefill.kv_memory", "pools.decode.threads"]
+    assert "1 times 90000 GiB is more than the" in doubts[0]
+    on_a_gpu = config_from_text("model: {device: cuda}\npools: {prefill: {kv_memory: 90000GiB}}")
+    assert doubts_here(on_a_gpu) == ()
+
+
 def test_a_check_doubts_a_disk_tier_that_can_have_no_folder_here(tmp_path: Path) -> None:
     def doubts(folder: Path) -> tuple[str, ...]:
         tiers = f"{{host_memory: 1GiB, disk_path: {folder}}}"

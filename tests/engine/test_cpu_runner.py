@@ -113,6 +113,7 @@ def test_a_long_context_in_parts_equals_one_chunk(tmp_path: Path) -> None:
     table = block_table(900, 3)
     last = runner.run(StepPlan((Chunk("r", tokens[899:], 899, table),)))
     assert far(last, whole) < 1e-3
+    assert torch.equal(runner.run(StepPlan((Chunk("r", tokens, 0, table),))), whole), "alone or with all rows, the same"
 
 
 def test_rows_come_in_the_order_of_the_plan_and_only_the_wanted_ones(toy: Checkpoint) -> None:

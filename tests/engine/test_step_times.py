@@ -139,3 +139,14 @@ def test_a_model_that_errs_gets_less_of_the_promise() -> None:
     sure, unsure = StepTimes(prefill_error=0.0), StepTimes(prefill_error=0.5)
     assert step_limit_s(0.1, sure) < 0.1
     assert step_limit_s(0.1, unsure) * 1.5 == pytest.approx(step_limit_s(0.1, sure))
+
+
+def test_a_shape_for_which_nothing_was_predicted_is_learnt_from_its_first_steps() -> None:
+    """Contexts that grow with the noise leave a fit by context alone, so that a prompt of one token costs nothing."""
+    model = StepTimeModel()
+    for step in range(40):
+        model.observe(StepShape(decodes=1, decode_context=600 + 10 * step), 0.001 * (1 + step / 30))
+    assert model.predict_s(StepShape(decodes=1)) == 0.0
+    for context in range(8):
+        model.observe(StepShape(decodes=1, decode_context=context), 0.001)
+    assert model.predict_s(StepShape(decodes=1)) == pytest.approx(0.001, rel=0.1)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from scripted import REPORT, Bench, ScriptedRouter, bench, ids, until, worker
 
-from cluster.inference_server import GrpcSettings, InferenceServer
+from cluster.inference_server import GrpcSettings, InferenceServer, ask_from
 from cluster.snapshot import Refusal
 from engine.types import FinishReason
 from tandem import AsyncClient, Client, errors
@@ -78,6 +78,12 @@ async def test_a_stream_has_text_tokens_logprobs_and_an_end_that_tells_all() -> 
         assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (5, 12, 16)
         assert (last.served_by.prefill_worker, last.served_by.decode_worker) == ("prefill-0", "decode-0")
         assert (last.served_by.kv_bytes, last.served_by.transport) == (REPORT.kv_bytes, "inproc")
+
+
+def test_a_chat_without_max_tokens_may_fill_the_context_and_a_completion_has_the_usual_few() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
+    assert ask_from(pb.GenerateRequest(chat=chat), None).fill_context
+    assert not ask_from(pb.GenerateRequest(text="hello"), None).fill_context
 
 
 Break = Callable[[Bench], None]

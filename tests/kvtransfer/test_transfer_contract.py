@@ -303,3 +303,14 @@ def test_shutdown_in_the_middle_ends_every_transfer_on_both_sides(rig):
     destination.engine.close(KEY)
     rig.until(lambda: destination.saw(Quiet))
     assert len(destination.saw(Quiet)) == 1
+
+
+def test_after_shutdown_nothing_is_taken_and_looking_is_harmless(rig):
+    source, destination = rig.pair()
+    source.engine.shutdown()
+    with pytest.raises(TransferError, match="is not connected"):
+        source.engine.push(KEY, destination.name, 0, block_spans([0], 16))
+    for transport in source.engine._transports.values():
+        assert transport.linger(0.0) == transport.linger(0.0) == []
+    assert not source.engine.linger()
+    assert source.engine.in_flight() == 0

@@ -14,7 +14,7 @@ from cluster.membership import Fence, GiveUp, Kill, Restart
 from cluster.router import MUST_MATCH, RouterState
 from cluster.snapshot import LOCAL_FASTER, PREFIX, Placement, Refusal, Tally
 from engine.types import StepTimes
-from tandem.messages import Code, HandoffReport, KvEvents, WorkerRef
+from tandem.messages import Code, HandoffReport, KvEvents, LinkRate, WorkerRef
 from tests.router.worlds import TIMES, again, cluster, info, keys, load, report, request, stored
 
 NOBODY: frozenset[str] = frozenset()
@@ -179,6 +179,20 @@ def test_a_measured_link_replaces_the_assumed_one(router: RouterState) -> None:
     router.finished("r1", HandoffReport(kv_bytes=100 << 20, transfer_s=1.0))
     snapshot = router.snapshot(request(), NOBODY, 1.0)
     assert snapshot.links == {(decision.prefill.name, decision.decode.name): float(100 << 20)}
+
+
+@pytest.mark.parametrize(("best", "due"), [(1e9, False), (1e7, True)])
+def test_a_pair_that_a_busy_moment_made_look_slow_is_measured_again(
+    router: RouterState, best: float, due: bool
+) -> None:
+    rates = tuple(LinkRate(f"decode-{i}", "shm", best, best, 8e9) for i in range(2))
+    for name in ("prefill-0", "prefill-1"):
+        assert router.report(replace(report(name, 2), links=rates), 1.0)
+    for name in ("decode-0", "decode-1"):
+        assert router.report(report(name, 2), 1.0)
+    turns = [router.probes_due(1.0) for _ in range(8)]
+    pairs = {(pair.source.name, pair.destination.name) for turn in turns for pair in turn}
+    assert bool(pairs & {(f"prefill-{i}", f"decode-{j}") for i in range(2) for j in range(2)}) is due
 
 
 def test_a_burst_of_tiny_transfers_teaches_nothing(router: RouterState) -> None:

@@ -85,7 +85,10 @@ struct Runner {
         tails.clear();
         for (int s = 0, row = 0; s < step.num_spans; s++) {
             const Span& span = step.spans[s];
-            const int end = span.first + span.queries, first = row < step.num_rows ? step.rows[row] : end;
+            const int end = span.first + span.queries;
+            int first = row < step.num_rows ? step.rows[row] : end;
+            // A single query is cut by keys, with a rounding of its own: what was none in its step must not become one.
+            if (first == end - 1 && span.queries > 1) first--;
             if (first < end) tails.push_back({first, end - first, span.start + first - span.first, span.table});
             while (row < step.num_rows && step.rows[row] < end) row++;
         }

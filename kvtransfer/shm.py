@@ -10,10 +10,9 @@ may belong to somebody else by then. The source hangs up *before* it gives memor
 pushes). So the destination looks at the socket *after* each copy: still connected means that the bytes were still the
 lease's, else the lease fails.
 
-Measured on 2 quiet cores over random cold lists of 16 / 64 / 368 / 2048 KiB, between two processes: 11.5 / 15.1 / 16.3
-/ 18.3 GB/s, where one thread of one process copies 10.4 / 16.7 / 23.1 / 20.8 block by block (`kvtransfer.copying`, one
-call per turn without the interpreter lock; a numpy copy per block was a third slower at 16 KiB). Through the kernel
-(`process_vm_readv`, `preadv`) it is 3 to 6.
+Measured on 2 quiet cores over random cold lists of 16 / 64 / 368 / 2048 KiB, between two processes: 7.8 / 11 / 12.3 /
+13.1 GB/s, where one thread of one process copies 6.7 / 11.3 / 14.2 / 13.3 by numpy, block by block (`python -m
+bench.transfer`, medians of three runs). Through the kernel (`process_vm_readv`, `preadv`) it is 3 to 6.
 """
 
 from __future__ import annotations

@@ -385,13 +385,16 @@ Seconds = dict[str, dict[int, list[float]]]
 @contextmanager
 def turn_of(course: Course) -> Iterator[None]:
     """Its processes run; those of others are stopped."""
+    _signal(course, signal.SIGCONT)
     try:
-        for child in course.children:
-            child.process.send_signal(signal.SIGCONT)
         yield
     finally:
-        for child in course.children:
-            child.process.send_signal(signal.SIGSTOP)
+        _signal(course, signal.SIGSTOP)
+
+
+def _signal(course: Course, number: signal.Signals) -> None:
+    for child in course.children:
+        child.process.send_signal(number)
 
 
 def measure(courses: dict[str, Course], rounds: int) -> Seconds:
@@ -458,8 +461,7 @@ def report(rounds: int, peers: Path | None) -> None:
 
         def join(name: str, course: Course) -> None:
             courses[name] = course
-            with turn_of(course):
-                pass
+            _signal(course, signal.SIGSTOP)
 
         for name in names:
             ours = stack.enter_context(two_processes(name))

@@ -31,7 +31,7 @@ def _doubts_of_memory(config: TandemConfig) -> Iterator[str]:
         pool = config.pools.of(role)
         if pool.num_blocks is None and pool.count * pool.kv_memory_bytes > here:
             wanted = f"{pool.count} times {_size(pool.kv_memory_bytes)}"
-            yield f"pools.{role}.kv_memory: {wanted} is more than the {_size(here)} of this machine"
+            yield f"pools.{role}.kv_memory: {wanted} is more than the {here >> 30} GiB of this machine"
         if pool.threads > cores:
             yield f"pools.{role}.threads: {pool.threads} on {_count(cores, 'core')} of this machine hold each other up"
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -67,8 +67,16 @@ def decoder(path: Path, streams: int, steps: int, dtype: str, threads: int) -> E
     return Engine.open(config, clock=time.monotonic)
 
 
-def gaps(engine: Engine, streams: int, steps: int, between: Callable[[], None]) -> list[float]:
-    """Seconds from step to step while so many requests decode; `between` is done with each, as by a worker."""
+def gaps(
+    engine: Engine,
+    streams: int,
+    steps: int,
+    between: Callable[[], None] = lambda: None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[float]:
+    """Seconds from step to step while so many requests decode; each step is done between and within what a worker does
+    with it.
+    """
     names = [f"r{number}" for number in range(streams)]
     for number, name in enumerate(names):
         tokens = tuple((37 * number + 11 * place) % 300 + 100 for place in range(PROMPT_TOKENS))
@@ -78,7 +86,8 @@ def gaps(engine: Engine, streams: int, steps: int, between: Callable[[], None]) 
     for _ in range(WARM_STEPS + steps):
         start_s = time.perf_counter()
         between()
-        engine.step(time.monotonic())
+        with around():
+            engine.step(time.monotonic())
         times.append(time.perf_counter() - start_s)
     for name in names:
         engine.abort(name)
@@ -117,6 +126,10 @@ class Stream:
             self._missing[key] = LEASE_BLOCKS
             self._worker.engine.open(key, "source#1", self._lists[self._last % len(self._lists)])
             self._source.say(str(self._last))
+
+    def giving_way(self) -> AbstractContextManager[None]:
+        """As a worker's transfers do while it steps."""
+        return self._worker.engine.giving_way()
 
     def stop(self) -> None:
         """Returns when the open leases are full."""
@@ -262,7 +275,7 @@ class Course:
     def _window(self) -> Window:
         stream, source = self._stream, self._source
         start_s, own_s, source_s, before = time.perf_counter(), time.process_time(), cpu_s(source), stream.moved_bytes
-        times = gaps(self._engine, self._args.streams, self._args.steps, stream.tend)
+        times = gaps(self._engine, self._args.streams, self._args.steps, stream.tend, stream.giving_way)
         wall_s = time.perf_counter() - start_s
         return Window(
             p50_ms=statistics.median(times) * 1e3,
@@ -305,7 +318,7 @@ def report(path: Path, args: argparse.Namespace) -> None:
     """Measure all, print a table and the JSON line."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     engine = decoder(path, args.streams, WARM_STEPS + args.steps, args.dtype, args.threads)
-    gaps(engine, args.streams, args.steps, lambda: None)
+    gaps(engine, args.streams, args.steps)
     other = Child([sys.executable, "-m", "bench.interference", "--neighbour"])
     rows: dict[str, dict[str, float]] = {}
     for transport in args.transports:

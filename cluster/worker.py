@@ -13,6 +13,7 @@ step loop has none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -176,7 +177,8 @@ class Worker:
         """One step, if there is work, and the news of it."""
         deadline = self.engine.next_deadline()
         if self.engine.has_work() or (deadline is not None and deadline <= now):
-            result = self.engine.step(now)
+            with self.transfers.giving_way() if self.engine.on_host else nullcontext():
+                result = self.engine.step(now)
             if result is not None:
                 now += result.duration_s
                 self.prefill.stepped(result, now)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VIEWS = 64
 """Views per vectored call: enough to amortise the call, small enough to build quickly."""
-FAIR_BYTES = 2**20
+FAIR_BYTES = 2**21
 """After so much payload in one go the other links get their turn."""
 AHEAD_BYTES = 4096
 KEEPALIVE_IDLE_S = 5
@@ -142,7 +142,7 @@ class Connection:
             self.close(f"internal error: {error}")
 
     def _read(self) -> None:
-        budget, drained = FAIR_BYTES, False
+        budget, drained = self._loop.at_most(FAIR_BYTES), False
         while self._open and (budget > 0 or self._ahead):  # what was read ahead rings no bell
             if self._ahead:
                 self._use_ahead()
@@ -150,7 +150,7 @@ class Connection:
                 return
             else:
                 try:
-                    received, drained = self._receive_more()
+                    received, drained = self._receive_more(budget)
                 except BlockingIOError:
                     return
                 if not received:
@@ -158,13 +158,14 @@ class Connection:
                     return
                 budget -= received
 
-    def _receive_more(self) -> tuple[int, bool]:
-        """Bytes received, and whether the socket has no more. A header's, and what comes with it, are kept ahead."""
+    def _receive_more(self, budget: int) -> tuple[int, bool]:
+        """Bytes received, of payload no more than `budget`, and whether the socket has no more. A header's, and what
+        comes with it, are kept ahead."""
         if self._reading_header:
             received = self._receive([self._room])
             self._ahead = self._room[:received]
             return received, received < len(self._room)
-        window = self._reading.window(MAX_VIEWS)
+        window = self._reading.window(MAX_VIEWS, budget)
         received, room = self._receive(window), sum(map(len, window))
         self._advance(received)
         return received, received < room
@@ -183,7 +184,7 @@ class Connection:
 
     def _take_ahead(self) -> int:
         taken = 0
-        for view in self._reading.window(MAX_VIEWS):
+        for view in self._reading.window(MAX_VIEWS, len(self._ahead)):
             part = self._ahead[: len(view)]
             view[: len(part)] = part
             self._ahead = self._ahead[len(part) :]
@@ -242,12 +243,12 @@ class Connection:
         self._read_done = self._header_read
 
     def _write(self) -> None:
-        budget = FAIR_BYTES
+        budget = self._loop.at_most(FAIR_BYTES)
         try:
             while self._writing and budget > 0:
                 writing = self._writing[0]
                 rights = [] if writing.descriptor is None else [_rights(writing.descriptor)]
-                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS), rights)
+                sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS, budget), rights)
                 writing.descriptor = None
                 budget -= sent
                 writing.cursor.advance(sent)

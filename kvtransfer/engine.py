@@ -22,7 +22,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -342,6 +343,17 @@ class TransferEngine:
                     self._apply(push.scheme, event)
                 self._lingering.ended(well=bool(self._events))
         return bool(self._events)
+
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Around work of the owner on this machine's own cores: meanwhile bulk goes gently (`io_loop.REST`)."""
+        for transport in self._transports.values():
+            transport.give_way(True)
+        try:
+            yield
+        finally:
+            for transport in self._transports.values():
+                transport.give_way(False)
 
     def most_lease_bytes(self) -> float:
         """The largest lease that can ever be opened. Here any: bytes arrive where they belong."""

@@ -131,6 +131,9 @@ class FaultyTransport:
     def linger(self, until_s: float) -> list[TransportEvent]:
         return self._passed_on(self._inner.linger(until_s))
 
+    def give_way(self, works: bool) -> None:
+        self._inner.give_way(works)
+
     def _passed_on(self, events: list[TransportEvent]) -> list[TransportEvent]:
         if self._taking:
             for event in events:

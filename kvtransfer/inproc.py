@@ -103,6 +103,9 @@ class InprocTransport:
         """There is nothing to wait for: the peer takes when it polls."""
         return self.poll()
 
+    def give_way(self, works: bool) -> None:
+        """There is no thread that could: the owner copies when it polls."""
+
     def cut(self, peer: PeerId) -> None:
         self._end_all(peer, f"{peer} was cut off")
 

@@ -32,6 +32,9 @@ from kvtransfer.lingering import LINGER_S, Lingering
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
+GENTLE_BYTES = 256 * 1024
+"""Of payload in one turn beside a step, or on the thread of an owner who has one to do: what is small goes at once, and
+bulk takes no long turn, which a kernel may not interrupt."""
 NICER = 5
 """How much nicer than its process the thread is (Linux): of a core that both want it has a quarter. Nicer is no better:
 with 10 a thread that has copied waits for tens of milliseconds, the messages of a small push with it, and a request
@@ -41,6 +44,9 @@ waits so long for the interpreter."""
 SLICE_S = 0.0001
 """After so long at work the thread offers its core to whoever waits, and for so long it may keep one (Linux 6.12;
 before, the kernel's choice): a step loses no whole turn of the kernel's, and a short message does not wait for one."""
+REST, MAX_REST_S = 0.5, 0.001
+"""While its owner works on this machine's cores and memory the thread rests after a turn longer than a slice, for this
+part of it: what it moves comes and goes through the memory that a step reads the model from."""
 
 
 class HasFileno(Protocol):
@@ -71,6 +77,10 @@ class IoLoop:
         """Nothing was added that a sleeping thread has to look at."""
         self._hooks_wait = False
         """A hook that was asked outside the thread has more to do."""
+        self.is_here = False
+        """Somebody else than the thread has the turn."""
+        self.owner_works = False
+        """Set by the owner: see `REST`."""
         self._lingering = Lingering()
         self._lingers_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -86,7 +96,7 @@ class IoLoop:
 
     def call_here(self, function: Callable[[], object]) -> None:
         """Run it at once on this thread if the loop sleeps and nothing waits, else as `call` does."""
-        if not self._turn.acquire(blocking=False):
+        if not self._take_turn():
             self.call(function)
             return
         try:
@@ -102,7 +112,7 @@ class IoLoop:
     def turn_here(self, but: Callable[[], None]) -> None:
         """Do what is ready on this thread, if the loop's own has not come to it: where cores are scarce that one may
         wait for longer than a decode step. Of what was asked for `afterwards` all `but` one is done."""
-        if not self._turn.acquire(blocking=False):
+        if not self._take_turn():
             return
         try:
             if self._thread.is_alive() and not self._calls:
@@ -121,7 +131,7 @@ class IoLoop:
     def linger(self, until: Callable[[], bool], but: Callable[[], None]) -> None:
         """Look on this thread until `until()`, behind whoever wants the core, while the loop's own thread sleeps on:
         for moments only. `but` is that of `turn_here`."""
-        while not self._turn.acquire(blocking=False):  # the loop's own thread is about to tell, or to sleep
+        while not self._take_turn():  # the loop's own thread is about to tell, or to sleep
             if until():
                 return
             yield_core()
@@ -135,13 +145,25 @@ class IoLoop:
             self._alarm.modify(self._selector, selectors.EVENT_READ)
             self._give_back()
 
+    def at_most(self, num_bytes: int) -> int:
+        """Of payload to be moved now, of so much that the thread itself would move in one turn."""
+        return min(num_bytes, GENTLE_BYTES) if self.is_here or self.owner_works else num_bytes
+
     def more_is_likely(self) -> None:
         """Before it sleeps next, the thread looks for a while whether there is news."""
         if not self._lingering.spared():
             self._lingers_until_s = time.monotonic() + LINGER_S
 
+    def _take_turn(self) -> bool:
+        """For another thread than the loop's own, which has it unless it sleeps."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        self.is_here = True
+        return True
+
     def _give_back(self) -> None:
         """The turn, which this thread holds; the loop's own is woken if there is something new to look at."""
+        self.is_here = False
         knows = self._asleep_knows and not self._hooks_wait
         self._asleep_knows, self._hooks_wait = True, False
         self._turn.release()
@@ -215,8 +237,7 @@ class IoLoop:
                 timeout_s = 0.0
             self._asleep_knows = True
             self._turn.release()
-            if time.monotonic() - began_s > SLICE_S:
-                yield_core()
+            self._rest(time.monotonic() - began_s)
             woken = self._wait(timeout_s)
             self._turn.acquire()
             began_s = time.monotonic()
@@ -229,6 +250,13 @@ class IoLoop:
             self._run_timers()
             self._run_afterwards()
         self._turn.release()
+
+    def _rest(self, worked_s: float) -> None:
+        """After a turn of so long, while others may have the next one."""
+        if worked_s > SLICE_S and self.owner_works:
+            time.sleep(min(REST * worked_s, MAX_REST_S))
+        elif worked_s > SLICE_S:
+            yield_core()
 
     def _wait(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """For news, at first by looking again and again if they are likely."""

@@ -136,9 +136,15 @@ class Cursor:
         self._next = 0
         self.remaining = sum(map(len, views))
 
-    def window(self, max_views: int) -> list[memoryview]:
-        """The next views to hand to one vectored call."""
-        return self._views[self._next : self._next + max_views]
+    def window(self, max_views: int, max_bytes: int) -> list[memoryview]:
+        """The next views to hand to one vectored call, the last one cut where they would be too much."""
+        views = []
+        for view in self._views[self._next : self._next + max_views]:
+            views.append(view[:max_bytes])
+            max_bytes -= len(view)
+            if max_bytes <= 0:
+                break
+        return views
 
     def advance(self, num_bytes: int) -> None:
         """Step over bytes that the call has moved."""

@@ -68,9 +68,10 @@ class Reads:
             with contextlib.suppress(ucp.UcpError):
                 self._collect()
 
-    def idle(self) -> bool:
-        """Nothing waits and nothing is under way."""
-        return not self._batches
+    @property
+    def under_way_bytes(self) -> int:
+        """Posted and not known to have ended: what the next progress may copy."""
+        return self._bytes
 
     def _collect(self) -> None:
         while self._posted:

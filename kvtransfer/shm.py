@@ -154,7 +154,7 @@ class ShmPayload:
 
     def _progress(self) -> bool:
         """Copy for one turn; True when nothing is left."""
-        budget = TURN_BYTES
+        budget = self._loop.at_most(TURN_BYTES)
         while self._copies and budget > 0:
             copy = self._copies[0]
             now, copy.moves = _split(copy, budget)

@@ -86,6 +86,10 @@ class Transport(Protocol):
         what a push of little needs is less than falling asleep and being woken."""
         ...
 
+    def give_way(self, works: bool) -> None:
+        """Whether the owner works on this machine's cores and memory from now on, so that bulk is to go gently."""
+        ...
+
     def cut(self, peer: PeerId) -> None:
         """End all traffic with this peer as it is now; each of its offers still ends by `Sent` or `Taken`. The next
         offer, from either side, begins anew, and nothing of before can touch memory then."""

@@ -34,7 +34,7 @@ from kvtransfer import ucp
 from kvtransfer.device import Region, address_of
 from kvtransfer.errors import TransferError
 from kvtransfer.frames import FrameError, Header, decode_counts, decode_numbers
-from kvtransfer.io_loop import IoLoop
+from kvtransfer.io_loop import GENTLE_BYTES, IoLoop
 from kvtransfer.layout import check_spans, common_runs, group, runs, shared_runs, views_of
 from kvtransfer.packing import pack, unpack
 from kvtransfer.reading import Move, Reads
@@ -219,6 +219,8 @@ class UcxPayload:
         """Let UCX work, report what ended, and say whether the thread may sleep on the event descriptor."""
         if self._closed:
             return True
+        if self._loop.is_here and self._reads is not None and self._reads.under_way_bytes > GENTLE_BYTES:
+            return False
         self._worker.progress()
         try:
             read = self._reads.advance() if self._reads is not None else []

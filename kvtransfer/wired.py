@@ -435,6 +435,9 @@ class WiredTransport:
             events.append(self._events.popleft())
         return events
 
+    def give_way(self, works: bool) -> None:
+        self.loop.owner_works = works
+
     def cut(self, peer: PeerId) -> None:
         self.loop.call(lambda: self._end_links(peer, f"{peer} was cut off"))
 

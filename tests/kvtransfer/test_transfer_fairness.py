@@ -16,7 +16,7 @@ import pytest
 from transfer_rig import Clock, Rig, transports
 
 from kvtransfer.faults import Fault
-from kvtransfer.io_loop import NICER, IoLoop
+from kvtransfer.io_loop import GENTLE_BYTES, MAX_REST_S, NICER, REST, SLICE_S, IoLoop
 from kvtransfer.layout import block_spans
 from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received
 
@@ -156,6 +156,70 @@ def test_an_owner_does_what_is_ready_while_the_thread_gets_no_core_and_it_is_don
         core.set()
         loop.stop(lambda: None)
     assert told == [b"a", b"b"], "each byte was news once"
+
+
+def test_a_thread_rests_after_long_turns_only_while_its_owner_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, rests, sleep = IoLoop("kv-test"), list[float](), time.sleep
+
+    def note(seconds: float) -> None:
+        if threading.current_thread().name == "kv-test":
+            rests.append(seconds)
+        else:
+            sleep(seconds)
+
+    def work() -> None:
+        end_s = time.monotonic() + 2 * SLICE_S
+        while time.monotonic() < end_s:
+            pass
+
+    def rests_after(works: bool) -> list[float]:
+        rests.clear()
+        loop.owner_works = works
+        loop.call(work)
+        done = threading.Event()
+        loop.call(lambda: loop.after(0.0, done.set))  # a turn later
+        assert done.wait(10)
+        return list(rests)
+
+    monkeypatch.setattr("kvtransfer.io_loop.time.sleep", note)
+    loop.start()
+    assert rests_after(False) == []
+    assert REST * 2 * SLICE_S <= max(rests_after(True)) <= MAX_REST_S
+    assert rests_after(False) == []
+    loop.stop(lambda: None)
+
+
+def test_the_transports_of_an_engine_give_way_within_and_not_after(wired: Rig) -> None:
+    _, destination = wired.pair()
+    (transport,) = destination.engine._transports.values()
+    loop = transport._inner.loop
+    with destination.engine.giving_way():
+        assert loop.owner_works
+        assert loop.at_most(2 * GENTLE_BYTES) == GENTLE_BYTES
+    assert not loop.owner_works
+
+
+def test_an_owner_that_looks_moves_little_and_leaves_bulk_to_the_thread():
+    loop, told = IoLoop("kv-test"), list[tuple[int, int]]()
+    ours, theirs = socket.socketpair()
+
+    def read(events: int) -> None:
+        ours.recv(1)
+        told.append((loop.at_most(2**30), threading.get_ident()))
+
+    with ours, theirs:
+        loop.watch(ours, selectors.EVENT_READ, read)
+        loop.start()
+        me, ended, end_s = threading.get_ident(), threading.Event(), time.monotonic() + 10
+        while me not in {thread for _, thread in told} and time.monotonic() < end_s:
+            theirs.send(b"a")
+            loop.turn_here(but=lambda: None)
+        loop.call(lambda: told.append((loop.at_most(2**30), threading.get_ident())))
+        loop.call(ended.set)
+        assert ended.wait(10)
+        loop.stop(lambda: None)
+    assert {(room, thread == me) for room, thread in told} == {(GENTLE_BYTES, True), (2**30, False)}
+    assert loop.at_most(GENTLE_BYTES // 2) == GENTLE_BYTES // 2
 
 
 def test_while_an_owner_lingers_the_thread_sleeps_on_and_then_it_does_what_comes():

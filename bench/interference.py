@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -72,11 +72,8 @@ def gaps(
     streams: int,
     steps: int,
     between: Callable[[], None] = lambda: None,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[float]:
-    """Seconds from step to step while so many requests decode; each step is done between and within what a worker does
-    with it.
-    """
+    """Seconds from step to step while so many requests decode; `between` is done with each, as by a worker."""
     names = [f"r{number}" for number in range(streams)]
     for number, name in enumerate(names):
         tokens = tuple((37 * number + 11 * place) % 300 + 100 for place in range(PROMPT_TOKENS))
@@ -86,8 +83,7 @@ def gaps(
     for _ in range(WARM_STEPS + steps):
         start_s = time.perf_counter()
         between()
-        with around():
-            engine.step(time.monotonic())
+        engine.step(time.monotonic())
         times.append(time.perf_counter() - start_s)
     for name in names:
         engine.abort(name)
@@ -127,9 +123,9 @@ class Stream:
             self._worker.engine.open(key, "source#1", self._lists[self._last % len(self._lists)])
             self._source.say(str(self._last))
 
-    def giving_way(self) -> AbstractContextManager[None]:
-        """As a worker's transfers do while it steps."""
-        return self._worker.engine.giving_way()
+    def give_way(self, works: bool) -> None:
+        """As a worker's transfers do while it has steps to do."""
+        self._worker.engine.give_way(works)
 
     def stop(self) -> None:
         """Returns when the open leases are full."""
@@ -275,7 +271,9 @@ class Course:
     def _window(self) -> Window:
         stream, source = self._stream, self._source
         start_s, own_s, source_s, before = time.perf_counter(), time.process_time(), cpu_s(source), stream.moved_bytes
-        times = gaps(self._engine, self._args.streams, self._args.steps, stream.tend, stream.giving_way)
+        stream.give_way(True)
+        times = gaps(self._engine, self._args.streams, self._args.steps, stream.tend)
+        stream.give_way(False)
         wall_s = time.perf_counter() - start_s
         return Window(
             p50_ms=statistics.median(times) * 1e3,

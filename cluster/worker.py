@@ -13,7 +13,6 @@ step loop has none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -166,6 +165,7 @@ class Worker:
         """Before a step: transfer events, time, the leases of the prompts that come next, and the news of all that: a
         first token, or that a request has moved, is not to wait for the step's end."""
         rooms = (*self._rooms, self.links)
+        self._give_way()
         for event in self.transfers.poll():
             any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
         for room in rooms:
@@ -177,12 +177,12 @@ class Worker:
         """One step, if there is work, and the news of it."""
         deadline = self.engine.next_deadline()
         if self.engine.has_work() or (deadline is not None and deadline <= now):
-            with self.transfers.giving_way() if self.engine.on_host else nullcontext():
-                result = self.engine.step(now)
+            result = self.engine.step(now)
             if result is not None:
                 now += result.duration_s
                 self.prefill.stepped(result, now)
                 self.decode.stepped(result, now)
+        self._give_way()
         self._tell_gateways()
         self._publish_kv_events()
         self._reports.publish_if_due(now)
@@ -218,6 +218,10 @@ class Worker:
     @property
     def _rooms(self) -> tuple[PrefillNode, DecodeNode, FetchDestination, FetchSource]:
         return self.prefill, self.decode, self.fetches, self.loans
+
+    def _give_way(self) -> None:
+        """Transfers go gently while there are steps to do with this machine's own cores."""
+        self.transfers.give_way(self.engine.on_host and self.engine.has_work())
 
     def _free(self) -> bool:
         """Nothing to do for anybody."""

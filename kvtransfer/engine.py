@@ -22,8 +22,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -344,16 +343,10 @@ class TransferEngine:
                 self._lingering.ended(well=bool(self._events))
         return bool(self._events)
 
-    @contextmanager
-    def giving_way(self) -> Iterator[None]:
-        """Around work of the owner on this machine's own cores: meanwhile bulk goes gently (`io_loop.REST`)."""
+    def give_way(self, works: bool) -> None:
+        """Whether the owner has work for this machine's own cores: meanwhile bulk goes gently (`io_loop.REST`)."""
         for transport in self._transports.values():
-            transport.give_way(True)
-        try:
-            yield
-        finally:
-            for transport in self._transports.values():
-                transport.give_way(False)
+            transport.give_way(works)
 
     def most_lease_bytes(self) -> float:
         """The largest lease that can ever be opened. Here any: bytes arrive where they belong."""

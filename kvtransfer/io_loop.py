@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 GENTLE_BYTES = 256 * 1024
-"""Of payload in one turn beside a step, or on the thread of an owner who has one to do: what is small goes at once, and
-bulk takes no long turn, which a kernel may not interrupt."""
+"""Of payload in one turn while its owner works: what is small goes at once, and bulk takes no long turn, which a kernel
+may not interrupt."""
 NICER = 5
 """How much nicer than its process the thread is (Linux): of a core that both want it has a quarter. Nicer is no better:
 with 10 a thread that has copied waits for tens of milliseconds, the messages of a small push with it, and a request
@@ -146,8 +146,8 @@ class IoLoop:
             self._give_back()
 
     def at_most(self, num_bytes: int) -> int:
-        """Of payload to be moved now, of so much that the thread itself would move in one turn."""
-        return min(num_bytes, GENTLE_BYTES) if self.is_here or self.owner_works else num_bytes
+        """Of payload to be moved in this turn, of so much that it may be when the owner rests."""
+        return min(num_bytes, GENTLE_BYTES) if self.owner_works else num_bytes
 
     def more_is_likely(self) -> None:
         """Before it sleeps next, the thread looks for a while whether there is news."""

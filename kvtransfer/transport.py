@@ -87,7 +87,7 @@ class Transport(Protocol):
         ...
 
     def give_way(self, works: bool) -> None:
-        """Whether the owner works on this machine's cores and memory from now on, so that bulk is to go gently."""
+        """Whether the owner has work for this machine's cores and memory from now on, so that bulk is to go gently."""
         ...
 
     def cut(self, peer: PeerId) -> None:

@@ -219,7 +219,7 @@ class UcxPayload:
         """Let UCX work, report what ended, and say whether the thread may sleep on the event descriptor."""
         if self._closed:
             return True
-        if self._loop.is_here and self._reads is not None and self._reads.under_way_bytes > GENTLE_BYTES:
+        if self._is_for_the_thread():
             return False
         self._worker.progress()
         try:
@@ -235,6 +235,11 @@ class UcxPayload:
             self._road.payload_done(serial)
         # Reporting may have found the connection broken and ended this link, worker and all.
         return self._closed or bool(self._worker.arm())
+
+    def _is_for_the_thread(self) -> bool:
+        """UCX would copy all that is under way, and an owner with a step to do is looking."""
+        busy = self._loop.is_here and self._loop.owner_works
+        return busy and self._reads is not None and self._reads.under_way_bytes > GENTLE_BYTES
 
 
 def _advance(batch: _Batch) -> bool:

@@ -189,37 +189,28 @@ def test_a_thread_rests_after_long_turns_only_while_its_owner_works(monkeypatch:
     loop.stop(lambda: None)
 
 
-def test_the_transports_of_an_engine_give_way_within_and_not_after(wired: Rig) -> None:
+def test_the_transports_of_an_engine_give_way_while_its_owner_works(wired: Rig) -> None:
     _, destination = wired.pair()
     (transport,) = destination.engine._transports.values()
     loop = transport._inner.loop
-    with destination.engine.giving_way():
-        assert loop.owner_works
-        assert loop.at_most(2 * GENTLE_BYTES) == GENTLE_BYTES
+    assert loop.at_most(2 * GENTLE_BYTES) == 2 * GENTLE_BYTES
+    destination.engine.give_way(True)
+    assert loop.owner_works
+    assert loop.at_most(2 * GENTLE_BYTES) == GENTLE_BYTES
+    assert loop.at_most(GENTLE_BYTES // 2) == GENTLE_BYTES // 2
+    destination.engine.give_way(False)
     assert not loop.owner_works
 
 
-def test_an_owner_that_looks_moves_little_and_leaves_bulk_to_the_thread():
-    loop, told = IoLoop("kv-test"), list[tuple[int, int]]()
-    ours, theirs = socket.socketpair()
-
-    def read(events: int) -> None:
-        ours.recv(1)
-        told.append((loop.at_most(2**30), threading.get_ident()))
-
-    with ours, theirs:
-        loop.watch(ours, selectors.EVENT_READ, read)
-        loop.start()
-        me, ended, end_s = threading.get_ident(), threading.Event(), time.monotonic() + 10
-        while me not in {thread for _, thread in told} and time.monotonic() < end_s:
-            theirs.send(b"a")
-            loop.turn_here(but=lambda: None)
-        loop.call(lambda: told.append((loop.at_most(2**30), threading.get_ident())))
-        loop.call(ended.set)
-        assert ended.wait(10)
-        loop.stop(lambda: None)
-    assert {(room, thread == me) for room, thread in told} == {(GENTLE_BYTES, True), (2**30, False)}
-    assert loop.at_most(GENTLE_BYTES // 2) == GENTLE_BYTES // 2
+def test_bulk_arrives_whole_while_both_owners_work(wired: Rig) -> None:
+    source, destination = wired.pair(region_bytes=REGION_BYTES)
+    key, spans = LeaseKey("bulk", 1), block_spans(scattered(3), SPAN_BYTES)
+    for peer in (source, destination):
+        peer.engine.give_way(True)
+    destination.engine.open(key, source.name, spans)
+    source.engine.push(key, destination.name, 0, spans)
+    wired.until(lambda: source.saw(PushDone, key) and destination.saw(Received, key))
+    assert destination.bytes_of(spans) == source.bytes_of(spans)
 
 
 def test_while_an_owner_lingers_the_thread_sleeps_on_and_then_it_does_what_comes():

@@ -63,6 +63,20 @@ def test_one_prompt_through_two_workers_reads_as_from_one(length: int, budget: i
     net.check()
 
 
+def test_transfers_give_way_exactly_while_their_worker_has_steps_to_do(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, list[bool]] = {name: [] for name in net.workers}
+    for name, worker in net.workers.items():
+        monkeypatch.setattr(worker.transfers, "give_way", told[name].append)
+    net.turn()
+    net.start(request("r", prompt(40)), "p0", "d0")
+    net.run()
+    for name in ("p0", "d0"):
+        changes = [now for now, before in zip(told[name][1:], told[name], strict=False) if now != before]
+        assert (told[name][0], changes) == (False, [True, False]), name
+
+
 def test_a_prefix_that_decode_holds_is_not_sent_again(net: Net) -> None:
     first, second = request("a", prompt(64)), request("b", prompt(64) + prompt(20, salt=5))
     net.start(first, "p0", "d0")

@@ -1,13 +1,13 @@
 """What a transfer at full rate costs the decode loop beside it: `python -m bench.interference [--transports shm tcp]`.
 
 One process decodes a batch (of the default model; `--model toy` takes a tiny random one) and polls its transfer engine
-between steps, as a decode worker does, while a source in another process keeps its link full. Windows of idle, busy and
-*neighbour* alternate, because a shared machine drifts; each decodes the same prompts. A ratio is the median over rounds
-of the ratio of two windows of one round: a disturbance from outside spoils the round that it hits and no other one. In
-a neighbour window nothing is transferred, but a process of no other purpose takes as much CPU as the source took: on a
-machine with few cores that is not the transfer's cost. `alone` is what the link moves while nobody decodes. `noise` is
-how far apart the p99 of one idle window and of the next one are, in the median: no ratio is known better than by about
-that over the root of the rounds. The last line is JSON.
+between steps and lets it give way, as a decode worker does, while a source in another process keeps its link full.
+Windows of idle, busy and *neighbour* alternate, because a shared machine drifts; each decodes the same prompts. A ratio
+is the median over rounds of the ratio of two windows of one round: a disturbance from outside spoils the round that it
+hits and no other one. In a neighbour window nothing is transferred, but a process of no other purpose takes as much CPU
+as the source took: on a machine with few cores that is not the transfer's cost. `alone` is what the link moves while
+nobody decodes. `noise` is how far apart the p99 of one idle window and of the next one are, in the median: no ratio is
+known better than by about that over the root of the rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -67,12 +67,7 @@ def decoder(path: Path, streams: int, steps: int, dtype: str, threads: int) -> E
     return Engine.open(config, clock=time.monotonic)
 
 
-def gaps(
-    engine: Engine,
-    streams: int,
-    steps: int,
-    between: Callable[[], None] = lambda: None,
-) -> list[float]:
+def gaps(engine: Engine, streams: int, steps: int, between: Callable[[], None]) -> list[float]:
     """Seconds from step to step while so many requests decode; `between` is done with each, as by a worker."""
     names = [f"r{number}" for number in range(streams)]
     for number, name in enumerate(names):
@@ -316,7 +311,7 @@ def report(path: Path, args: argparse.Namespace) -> None:
     """Measure all, print a table and the JSON line."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     engine = decoder(path, args.streams, WARM_STEPS + args.steps, args.dtype, args.threads)
-    gaps(engine, args.streams, args.steps)
+    gaps(engine, args.streams, args.steps, lambda: None)
     other = Child([sys.executable, "-m", "bench.interference", "--neighbour"])
     rows: dict[str, dict[str, float]] = {}
     for transport in args.transports:

@@ -3,7 +3,8 @@
 The thread blocks in the selector and costs nothing while nothing happens. `before_sleep` hooks exist for libraries with
 their own progress (UCX): a hook does its work and says whether the thread may block.
 
-It gives way: where a decode step wants the same core, it is the step that a reader waits for (`NICER`, `SLICE_S`).
+It gives way: where a decode step wants the same core, it is the step that a reader waits for (`NICER`, `SLICE_S`,
+`REST`).
 
 Waking a thread costs more than a short piece of work. So the loop's state belongs to whoever holds its turn: the
 thread, but for the time that it sleeps in the selector or waits for a core, when `call_here` and `turn_here` let the
@@ -77,8 +78,6 @@ class IoLoop:
         """Nothing was added that a sleeping thread has to look at."""
         self._hooks_wait = False
         """A hook that was asked outside the thread has more to do."""
-        self.is_here = False
-        """Somebody else than the thread has the turn."""
         self.owner_works = False
         """Set by the owner: see `REST`."""
         self._lingering = Lingering()
@@ -96,7 +95,7 @@ class IoLoop:
 
     def call_here(self, function: Callable[[], object]) -> None:
         """Run it at once on this thread if the loop sleeps and nothing waits, else as `call` does."""
-        if not self._take_turn():
+        if not self._turn.acquire(blocking=False):
             self.call(function)
             return
         try:
@@ -112,7 +111,7 @@ class IoLoop:
     def turn_here(self, but: Callable[[], None]) -> None:
         """Do what is ready on this thread, if the loop's own has not come to it: where cores are scarce that one may
         wait for longer than a decode step. Of what was asked for `afterwards` all `but` one is done."""
-        if not self._take_turn():
+        if not self._turn.acquire(blocking=False):
             return
         try:
             if self._thread.is_alive() and not self._calls:
@@ -131,7 +130,7 @@ class IoLoop:
     def linger(self, until: Callable[[], bool], but: Callable[[], None]) -> None:
         """Look on this thread until `until()`, behind whoever wants the core, while the loop's own thread sleeps on:
         for moments only. `but` is that of `turn_here`."""
-        while not self._take_turn():  # the loop's own thread is about to tell, or to sleep
+        while not self._turn.acquire(blocking=False):  # the loop's own thread is about to tell, or to sleep
             if until():
                 return
             yield_core()
@@ -145,6 +144,10 @@ class IoLoop:
             self._alarm.modify(self._selector, selectors.EVENT_READ)
             self._give_back()
 
+    def is_owners_turn(self) -> bool:
+        """Whether a thread that has a step to do has this turn."""
+        return self.owner_works and threading.current_thread() is not self._thread
+
     def at_most(self, num_bytes: int) -> int:
         """Of payload to be moved in this turn, of so much that it may be when the owner rests."""
         return min(num_bytes, GENTLE_BYTES) if self.owner_works else num_bytes
@@ -154,16 +157,8 @@ class IoLoop:
         if not self._lingering.spared():
             self._lingers_until_s = time.monotonic() + LINGER_S
 
-    def _take_turn(self) -> bool:
-        """For another thread than the loop's own, which has it unless it sleeps."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        self.is_here = True
-        return True
-
     def _give_back(self) -> None:
         """The turn, which this thread holds; the loop's own is woken if there is something new to look at."""
-        self.is_here = False
         knows = self._asleep_knows and not self._hooks_wait
         self._asleep_knows, self._hooks_wait = True, False
         self._turn.release()

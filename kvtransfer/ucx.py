@@ -237,9 +237,9 @@ class UcxPayload:
         return self._closed or bool(self._worker.arm())
 
     def _is_for_the_thread(self) -> bool:
-        """UCX would copy all that is under way, and an owner with a step to do is looking."""
-        busy = self._loop.is_here and self._loop.owner_works
-        return busy and self._reads is not None and self._reads.under_way_bytes > GENTLE_BYTES
+        """UCX would copy all that is under way."""
+        under_way = self._reads.under_way_bytes if self._reads is not None else 0
+        return under_way > GENTLE_BYTES and self._loop.is_owners_turn()
 
 
 def _advance(batch: _Batch) -> bool:

@@ -24,10 +24,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tandem import AsyncClient, errors
+from tandem.client import Options, ServedBy
 
 ROLES = {1: {}, 2: {"prefill_slot": 1}, 3: {"decode_slot": 1}, 4: {"decode_slot": 1}}
 """Ray resources by host; the first one is the head, and where the gateway runs."""
@@ -35,19 +39,10 @@ PREFIX = "tandem-host"
 BRIDGE = "tandem-br"
 NETWORK = "10.214.0"
 RAY_PORT = 6379
-URL = "http://127.0.0.1:8000"
+HTTP, GRPC = "http://127.0.0.1:8000", "127.0.0.1:50051"
 START_S, PATIENCE_S = 240.0, 90.0
 STREAMS, ANSWER_TOKENS = 4, 300
-SLA = """
-version: 1
-model: smollm2-135m
-pools:
-  prefill: {count: 1, threads: 1, kv_memory: 512MiB}
-  decode: {count: 2, threads: 1, kv_memory: 512MiB}
-routing: {policy: sla, local_prefill: never}
-classes:
-  default: {ttft: 10s, itl: 1s}
-"""
+SLA = Path(__file__).parents[1] / "deploy" / "example-1p2d.sla.yaml"
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -59,6 +54,11 @@ def ip(*words: str) -> str:
 
 def host(number: int) -> str:
     return f"{PREFIX}{number}"
+
+
+def port(number: int) -> str:
+    """Of the bridge, where its link ends."""
+    return f"tandem-v{number}"
 
 
 def address(number: int) -> str:
@@ -78,10 +78,16 @@ def set_link(number: int, state: str) -> None:
 def remove_hosts() -> None:
     """What runs in them too; nothing where there are none."""
     for number in ROLES:
-        pids = subprocess.run(["ip", "netns", "pids", host(number)], check=False, capture_output=True, text=True).stdout
-        subprocess.run(["kill", "-9", *pids.split()], check=False, capture_output=True)
-        subprocess.run(["ip", "netns", "del", host(number)], check=False, capture_output=True)
-    subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
+        end_s = time.monotonic() + 10
+        while (pids := _try("ip", "netns", "pids", host(number)).split()) and time.monotonic() < end_s:
+            _try("kill", "-9", *pids)  # again, for what one of them had just begun
+        _try("ip", "link", "del", port(number))  # a namespace, and its link, outlives its name while somebody is in it
+        _try("ip", "netns", "del", host(number))
+    _try("ip", "link", "del", BRIDGE)
+
+
+def _try(*words: str) -> str:
+    return subprocess.run(words, check=False, capture_output=True, text=True, timeout=10).stdout
 
 
 @contextmanager
@@ -92,10 +98,10 @@ def hosts() -> Iterator[None]:
         ip("link", "add", BRIDGE, "type", "bridge")
         ip("link", "set", BRIDGE, "up")
         for number in ROLES:
-            name, port = host(number), f"tandem-v{number}"
+            name = host(number)
             ip("netns", "add", name)
-            ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", port, "master", BRIDGE, "up")
+            ip("link", "add", port(number), "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", port(number), "master", BRIDGE, "up")
             ip("-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0")
             set_link(number, "up")
             ip("-n", name, "link", "set", "lo", "up")
@@ -149,9 +155,8 @@ class Cluster:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """`tandem serve` on the head."""
-        sla, log = self.folder / "hosts.sla.yaml", self.folder / "serve.log"
-        sla.write_text(SLA, encoding="utf-8")
-        words = ("tandem", "serve", "--ray", f"{address(1)}:{RAY_PORT}", "--config", str(sla))
+        log = self.folder / "serve.log"
+        words = ("tandem", "serve", "--ray", f"{address(1)}:{RAY_PORT}", "--config", str(SLA))
         with log.open("w") as out:
             serve = subprocess.Popen(self.command(1, *words), env=self.environment(), stdout=out, stderr=out)
         try:
@@ -170,102 +175,116 @@ class Cluster:
 
 
 @dataclass
-class Answer:
+class Seen:
     """A stream as its reader saw it."""
 
     text: str = ""
     times: list[float] = field(default_factory=list)
-    error: str = ""
-    report: dict[str, Any] = field(default_factory=dict)
+    served_by: ServedBy = field(default_factory=ServedBy)
 
     @property
     def longest_gap_s(self) -> float:
-        return max(later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False))
+        return max(later - earlier for earlier, later in pairwise(self.times))
 
 
-async def ask(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
-    answer = Answer()
-    wanted = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    async with client.stream("POST", f"{URL}/v1/completions", json=wanted | {"stream": True}) as response:
-        async for line in response.aiter_lines():
-            told = json.loads(line[6:]) if line.startswith("data: {") else {}
-            answer.error = told.get("error", {}).get("message", answer.error)
-            answer.report = told.get("tandem", answer.report)
-            for choice in told.get("choices", ()):
-                answer.text += choice["text"]
-                answer.times.append(time.monotonic())
-    return answer
+async def ask(client: AsyncClient, prompt: str, tokens: int) -> Seen:
+    """Raises `tandem.errors.RequestError`."""
+    seen = Seen()
+    options = Options(max_tokens=tokens, temperature=0.0, ignore_eos=True, timeout_s=PATIENCE_S)
+    async for piece in client.generate(prompt, stream=True, **options):
+        seen.text += piece.text
+        seen.times.append(time.monotonic())
+        seen.served_by = piece.served_by
+    return seen
 
 
-async def crossing(client: httpx.AsyncClient) -> dict[str, float]:
+async def crossing(client: AsyncClient) -> dict[str, float]:
     """A long prompt's KV, and what left the prefill host meanwhile."""
-    before = sent_bytes(2)
-    answer = await ask(client, " ".join(f"The number {n} follows {n - 1}." for n in range(1, 170)), 8)
+    source = await host_of("prefill-0")
+    before = sent_bytes(source)
+    told = (await ask(client, " ".join(f"The number {n} follows {n - 1}." for n in range(1, 170)), 8)).served_by
     return {
-        "kv_mib": answer.report["kv_bytes"] / 2**20,
-        "transfer_ms": answer.report["transfer_s"] * 1e3,
-        "exposed_ms": answer.report["exposed_s"] * 1e3,
-        "link_bytes_vs_kv": (sent_bytes(2) - before) / answer.report["kv_bytes"],
+        "kv_mib": told.kv_bytes / 2**20,
+        "transfer_ms": told.transfer_s * 1e3,
+        "exposed_ms": told.exposed_s * 1e3,
+        "link_bytes_vs_kv": (sent_bytes(source) - before) / told.kv_bytes,
     }
 
 
-async def drained(client: httpx.AsyncClient) -> dict[str, float]:
+async def drained(client: AsyncClient) -> dict[str, float]:
     """Answers run on both decode hosts; one is drained. Share of texts that are as undisturbed ones."""
     prompts = [f"Story {number}: Once upon a time" for number in range(STREAMS)]
     alone = await asyncio.gather(*(ask(client, prompt, ANSWER_TOKENS) for prompt in prompts))
     tasks = [asyncio.create_task(ask(client, prompt, ANSWER_TOKENS)) for prompt in prompts]
     await asyncio.sleep(1.0)
-    await told("drain", "decode-0")
+    await order("drain", "decode-0")
     moved = await asyncio.gather(*tasks)
-    await told("undrain", "decode-0")
+    await order("undrain", "decode-0")
     return {
-        "moved": float(await counted('tandem_worker_migrations_total{result="moved",worker="decode-0"}')),
+        "moved": float((await status("decode-0"))["migrations"]["moved"]),
         "same_text": sum(one.text == other.text for one, other in zip(alone, moved, strict=True)) / STREAMS,
         "longest_gap_ms": max(one.longest_gap_s for one in moved) * 1e3,
     }
 
 
-async def cut_off(client: httpx.AsyncClient) -> dict[str, float]:
-    """A decode host without a link: seconds until its readers know, and from the link's return until it serves."""
-    await told("drain", "decode-1")  # the answer runs on the host that is cut off
+async def cut_off(client: AsyncClient) -> dict[str, float]:
+    """A decode host without a link: seconds until its reader knows, and from the link's return until it serves."""
+    number = await host_of("decode-0")
+    await order("drain", "decode-1")  # the answer runs on the host that is cut off
     running = asyncio.create_task(ask(client, "Once upon a time", 4000))
     await asyncio.sleep(2.0)
-    set_link(3, "down")
+    if running.done():
+        raise RuntimeError("the answer has ended before its host is cut off")
+    set_link(number, "down")
     began = time.monotonic()
-    answer = await asyncio.wait_for(running, PATIENCE_S)
-    noticed = time.monotonic() - began
-    if not answer.error:
+    try:
+        await asyncio.wait_for(running, PATIENCE_S)
+    except errors.UnavailableError:
+        noticed_s = time.monotonic() - began
+    else:
         raise RuntimeError("an answer ended well on a host without a link")
-    await told("undrain", "decode-1")
-    other = await ask(client, "Once upon a time", 8)
-    if other.error or other.report["decode"] != "decode-1":
-        raise RuntimeError(f"the other host does not serve: {other.error or other.report}")
-    set_link(3, "up")
+    await order("undrain", "decode-1")
+    other = (await ask(client, "Once upon a time", 8)).served_by.decode_worker
+    if other != "decode-1":
+        raise RuntimeError(f"{other} serves, whose host has no link")
+    set_link(number, "up")
     began = time.monotonic()
-    await told("drain", "decode-1")
-    while (again := await ask(client, "Once upon a time", 8)).error or not again.times:
+    await order("drain", "decode-1")
+    while not await serves(client):
         if time.monotonic() - began > PATIENCE_S:
-            raise RuntimeError(f"the host does not serve again: {again.error}")
+            raise RuntimeError("the host does not serve again")
         await asyncio.sleep(0.5)
-    return {"noticed_s": noticed, "serves_again_s": time.monotonic() - began}
+    return {"noticed_s": noticed_s, "serves_again_s": time.monotonic() - began}
 
 
-async def told(*words: str) -> None:
-    """A command of ours, on this host."""
-    process = await asyncio.create_subprocess_exec("tandem", *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    if process.returncode:
-        raise RuntimeError(f"tandem {' '.join(words)}: {said.decode()}")
+async def serves(client: AsyncClient) -> bool:
+    try:
+        return bool((await ask(client, "Once upon a time", 8)).text)
+    except errors.UnavailableError:
+        return False
 
 
-async def counted(metric: str) -> float:
-    async with httpx.AsyncClient() as client:
-        lines = (await client.get(f"{URL}/metrics")).text.splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
+async def order(word: str, worker: str) -> None:
+    """What `tandem drain` and `tandem undrain` do."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        (await client.post(f"{HTTP}/{word}/{worker}")).raise_for_status()
+
+
+async def status(worker: str) -> dict[str, Any]:
+    """See `cluster.cluster_status.WorkerStatus`."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        workers = (await client.get(f"{HTTP}/status")).raise_for_status().json()["workers"]
+    return next(one for one in workers if one["name"] == worker)
+
+
+async def host_of(worker: str) -> int:
+    """Ray chooses among the hosts of a role."""
+    where, _, _ = (await status(worker))["address"].rpartition(":")
+    return next(number for number in ROLES if address(number) == where)
 
 
 async def visit() -> dict[str, float]:
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+    async with AsyncClient(GRPC) as client:
         return await crossing(client) | await drained(client) | await cut_off(client)
 
 

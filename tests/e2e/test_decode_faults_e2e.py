@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, idle, listening
 
 from cluster import processes
 from tandem import Client
-from tandem.client import Pieces
 from tandem.errors import RequestError, UnavailableError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -25,6 +25,7 @@ ENDS_WITHIN_S = 10.0
 
 
 FAILED = (UnavailableError.__name__, "")
+ENOUGH = ("told enough", "")
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,30 @@ class End:
     at_s: float
 
 
-def _ask_many_tokens(client: Client) -> End:
-    try:
-        answer = client.chat(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True, timeout_s=60.0)
-        how = str(answer.finish_reason), answer.served_by.decode_worker
-    except RequestError as error:
-        how = type(error).__name__, ""
-    return End(how, time.monotonic())
+class Reader:
+    """Reads a stream until it ends or is told `enough`."""
+
+    def __init__(self, client: Client, max_tokens: int) -> None:
+        self._pieces = client.chat(
+            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=60.0
+        )
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.enough = threading.Event()
+
+    def read(self) -> End:
+        how = "", ""
+        try:
+            with closing(self._pieces):
+                for piece in self._pieces:
+                    self.token_ids += piece.token_ids
+                    self.text += piece.text
+                    how = str(piece.finish_reason or ""), piece.served_by.decode_worker
+                    if self.enough.is_set():
+                        return End(ENOUGH, time.monotonic())
+        except RequestError as error:
+            how = type(error).__name__, ""
+        return End(how, time.monotonic())
 
 
 def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode: Cluster) -> None:
@@ -55,7 +73,7 @@ def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode:
 def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     with two_decode.client() as client, ThreadPoolExecutor(1) as pool:
-        stream = Reader(client.chat(PROMPT, stream=True, temperature=0.0, max_tokens=4000, ignore_eos=True))
+        stream = Reader(client, max_tokens=4000)
         reading = pool.submit(stream.read)
         two_decode.until("it decodes", lambda status: sum(_running(status).values()) == 1, timeout_s=20)
         source, other = sorted(_running(two_decode.status()).items(), key=lambda each: -each[1])
@@ -66,7 +84,7 @@ def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: C
         two_decode.until("the stream goes on", lambda status: len(stream.token_ids) > moved + 20, timeout_s=20)
         assert {ask_capital(client).served_by.decode_worker for _ in range(3)} == {other[0]}
         stream.enough.set()
-        reading.result(20)
+        assert reading.result(20).how == ENOUGH
         assert "is back" in two_decode.tandem("undrain", source[0])
         two_decode.until_all_serve(client, "decode")
         undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=len(stream.token_ids), ignore_eos=True)
@@ -75,30 +93,12 @@ def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: C
     two_decode.until_idle()
 
 
-class Reader:
-    """Reads a stream until it is told `enough`."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.enough = threading.Event()
-
-    def read(self) -> None:
-        with closing(self._pieces):
-            for piece in self._pieces:
-                self.token_ids += piece.token_ids
-                self.text += piece.text
-                if self.enough.is_set():
-                    return
-        raise AssertionError("the stream ended by itself")
-
-
 def test_requests_on_a_killed_decode_worker_fail_in_time_and_the_others_do_not(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     with two_decode.client() as client, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(_ask_many_tokens, client) for _ in range(4)]
-        doomed = _until_all_decode(two_decode, 4)["decode-0"]
+        streams = [Reader(client, max_tokens=400) for _ in range(4)]
+        asked = [pool.submit(stream.read) for stream in streams]
+        doomed = _until_all_decode(two_decode, streams)["decode-0"]
         killed_s = time.monotonic()
         os.kill(two_decode.control("decode-0"), signal.SIGKILL)
         two_decode.until("it is noticed", lambda status: _health(status, "decode-0") != "alive", timeout_s=6)
@@ -115,9 +115,10 @@ def test_streams_of_a_stopped_decode_worker_end_when_it_is_fenced(two_decode: Cl
     two_decode.until_all_alive()
     incarnation = two_decode.worker("decode-1")["incarnation"]
     with two_decode.client() as client, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(_ask_many_tokens, client) for _ in range(2)]
+        streams = [Reader(client, max_tokens=400) for _ in range(2)]
+        asked = [pool.submit(stream.read) for stream in streams]
         control, rank = two_decode.control("decode-1"), two_decode.rank("decode-1")
-        assert _until_all_decode(two_decode, 2) == {"decode-0": 1, "decode-1": 1}
+        assert _until_all_decode(two_decode, streams) == {"decode-0": 1, "decode-1": 1}
         os.kill(control, signal.SIGSTOP)
         os.kill(rank, signal.SIGSTOP)
         stopped_s = time.monotonic()
@@ -129,15 +130,17 @@ def test_streams_of_a_stopped_decode_worker_end_when_it_is_fenced(two_decode: Cl
     two_decode.until_idle()
 
 
-def _until_all_decode(cluster: Cluster, count: int) -> dict[str, int]:
-    """Wait until so many requests decode, some on every decode worker: how many on each."""
+def _until_all_decode(cluster: Cluster, streams: Sequence[Reader]) -> dict[str, int]:
+    """Wait until all of them decode, some on every decode worker, and each has told its reader a token: from then on it
+    fails with its worker, before it would be tried elsewhere. How many on each."""
     running: dict[str, int] = {}
 
     def all_decode(status: dict) -> bool:  # type: ignore[type-arg]
         running.update(_running(status))
-        return sum(running.values()) == count and all(running.values())
+        told = all(stream.token_ids for stream in streams)
+        return told and sum(running.values()) == len(streams) and all(running.values())
 
-    cluster.until(f"all {count} decode", all_decode, timeout_s=20)
+    cluster.until(f"all {len(streams)} decode", all_decode, timeout_s=20)
     return running
 
 

@@ -209,7 +209,11 @@ def _staged(peer: str, engine: Engine, settings: RankSettings, doorbell: Doorbel
     transports = _transports(peer, region, settings)
     pinned = "pinned" if copies.pin(region) else "unpinned"
     log.info("KV moves by way of %.0f MiB of %s host memory", region.nbytes / (1 << 20), pinned)
-    return StagedTransfers(peer, region, transports, copies, wake=doorbell.ring, checksums=settings.checksums)
+    transfers = StagedTransfers(peer, region, transports, copies, wake=doorbell.ring, checksums=settings.checksums)
+    if (most := transfers.most_lease_bytes()) < engine.info.block_bytes:
+        remedy = f"larger: {most:.0f} of its bytes may hold what arrives, and a block has {engine.info.block_bytes}"
+        raise ConfigError("staging_bytes", settings.staging_bytes, remedy)
+    return transfers
 
 
 def _transports(peer: str, region: Region, settings: RankSettings) -> list[Transport]:

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from cluster.control import Control, ControlSettings, WorkerDied
+from cluster.control import Control, ControlSettings, WorkerDied, WorkerUnfit
 from cluster.events import Publisher, Subscriber
 from cluster.ipc import RankSettings, to_json
 from cluster.node_client import NodeClient
@@ -58,7 +58,13 @@ def engine_config(path: Path) -> EngineConfig:
 
 
 def control(
-    name: str, role: str, path: Path, scheme: str = "tcp", staging: str = "auto", **settings: object
+    name: str,
+    role: str,
+    path: Path,
+    scheme: str = "tcp",
+    staging: str = "auto",
+    staging_bytes: int = 4 << 20,
+    **settings: object,
 ) -> Control:
     worker = WorkerSettings(name=name, incarnation="", role=role, address="", allow_faults=True)
     rank = RankSettings(
@@ -67,7 +73,7 @@ def control(
         transports=(scheme,),
         checksums=True,
         staging=staging,
-        staging_bytes=4 << 20,
+        staging_bytes=staging_bytes,
     )
     return Control(ControlSettings(secret=SECRET, **settings), rank)  # type: ignore[arg-type]
 
@@ -298,6 +304,12 @@ async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     worker = control("p0", "prefill", tmp_path / "nothing")
     with pytest.raises(WorkerDied, match=r"p0 did not start: its rank process ended with code 1: .*nothing"):
         await asyncio.wait_for(worker.start(), 60)
+
+
+async def test_staging_memory_that_holds_no_block_is_refused_for_good(checkpoint: Path) -> None:
+    small = control("d0", "decode", checkpoint, staging="always", staging_bytes=1024)
+    with pytest.raises(WorkerUnfit, match=r"staging_bytes: is 1024; it must be larger: 0 of its bytes .* a block has"):
+        await small.start()
 
 
 async def test_events_are_heard_only_by_who_shares_the_secret(heard: Subscriber) -> None:

@@ -158,8 +158,8 @@ class RouterState:
         known.number, known.load, known.reported_s = report.number, report.load, now
         known.transfers_in_flight, known.draining = report.transfers_in_flight, report.draining
         known.transfers = report.transfers
-        known.migrations, known.links = report.migrations, report.links
-        self._rates.update({(report.worker, rate.peer): rate.best_bytes_per_s for rate in report.links})
+        known.migrations = report.migrations
+        self._learn_rates(known, report)
         self._learn_links(known, report, now)
         self.index.told_up_to(report.worker, report.incarnation, report.kv_events)
         decode = known.info.role == "decode"
@@ -367,6 +367,13 @@ class RouterState:
                 rate = moved / took_s if moved and took_s else self._knobs.assumed_bytes_per_s
                 loads[name] = lower / known.load.block_size * known.info.block_bytes / rate
         return loads
+
+    def _learn_rates(self, known: _Known, report: LoadReport) -> None:
+        """What this worker's transfers achieved; a peer that it has lost is not known any more."""
+        before, known.links = known.links, report.links
+        for lost in {rate.peer for rate in before}.difference(rate.peer for rate in known.links):
+            self._rates.pop((report.worker, lost), None)
+        self._rates.update({(report.worker, rate.peer): rate.best_bytes_per_s for rate in known.links})
 
     def _learn_links(self, known: _Known, report: LoadReport, now: float) -> None:
         """What this worker's fetches since its last report say of its links."""

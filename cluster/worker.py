@@ -12,7 +12,7 @@ step loop has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -350,7 +350,7 @@ class _Reports:
             tuple([counters_of(stats) for stats in worker.transfers.stats()]),
             worker.fetches.counters(),
             worker.decode.migrations,
-            tuple([rate_of(rate, worker.transfers.stats()[0].limit_bytes_per_s) for rate in worker.transfers.rates()]),
+            link_rates(worker.transfers.rates(), worker.transfers.stats()[0].limit_bytes_per_s),
         )
 
 
@@ -369,9 +369,14 @@ def counters_of(stats: TransferStats) -> TransferCounters:
     )
 
 
-def rate_of(rate: PeerRate, limit_bytes_per_s: float) -> LinkRate:
-    """A pair's measured rates as a message; workers are told apart by name."""
-    return LinkRate(rate.peer.rpartition("#")[0], rate.scheme, rate.last, rate.best, limit_bytes_per_s)
+def link_rates(rates: Iterable[PeerRate], limit_bytes_per_s: float) -> tuple[LinkRate, ...]:
+    """Pairs' measured rates (in the order in which they became known) as messages. These tell workers apart by name,
+    so of two incarnations only the later one is told."""
+    told: dict[tuple[str, str], LinkRate] = {}
+    for rate in rates:
+        name = rate.peer.rpartition("#")[0]
+        told[name, rate.scheme] = LinkRate(name, rate.scheme, rate.last, rate.best, limit_bytes_per_s)
+    return tuple(told.values())
 
 
 def describe(settings: WorkerSettings, engine: Engine, transfers: TransferEngine) -> WorkerInfo:

@@ -85,6 +85,8 @@ class _Push:
     priority: int
     deadline_s: float
     started_s: float
+    offered_s: float = 0.0
+    """The last time, if `offered`."""
     offered: bool = False
     reported: bool = False
     attempts: int = 0
@@ -418,10 +420,10 @@ class TransferEngine:
             if lane.offered_bytes and lane.offered_bytes + push.num_bytes > self._window_bytes:
                 return
             heapq.heappop(lane.waiting)
-            push.offered = True
+            push.offered, push.offered_s = True, self._clock()
             push.attempts += 1
             lane.offered_bytes += push.num_bytes
-            self._rates.offered(peer, push.scheme, self._clock())
+            self._rates.offered(peer, push.scheme)
             self._transports[push.scheme].offer(push.offer, push.spans)
 
     def _unqueue(self, push: _Push) -> None:
@@ -442,7 +444,7 @@ class TransferEngine:
             return
         failed, peer = bool(sent.error) or push.reported, push.offer.destination
         ended_s = self._clock() - (time.monotonic() - sent.ended_s)  # not when the owner looked
-        self._rates.ended(peer, push.scheme, push.num_bytes, ended_s, failed=failed)
+        self._rates.ended(peer, push.scheme, push.num_bytes, push.offered_s, ended_s, failed=failed)
         lane = self._lanes.get(peer)
         if lane is not None:
             lane.offered_bytes -= push.num_bytes
@@ -594,6 +596,7 @@ class TransferEngine:
             case Taken():
                 self._taken(scheme, event)
             case PeerLost() if event.peer not in self._fenced:
+                self._rates.forget(event.peer)
                 with self._lock:
                     self._events.append(event)
 

@@ -1,15 +1,18 @@
 """How fast each pair really moves bytes, beside what one thread could copy: measured on the traffic itself.
 
-A *busy period* of a peer over a scheme runs from the moment its first push is offered until none is in flight; it is a
-sample if it moved enough for latency not to count and nothing in it failed; the first one, which pays for joining the
-pair, is none. So nothing is sent for the measurement's sake, no start waits for it, and a new peer is measured with its
-first hand-overs. The first sample of a pair is logged, and the first that falls below half of the best so far.
+A *busy period* of a peer over a scheme runs from the moment its first push is offered until none is in flight. Its
+time is that in which something was under way: an owner may offer the next push before it looks whether the last one has
+ended, with a pause between the two. It is a sample if it moved enough for latency not to count and nothing in it
+failed; the first one, which pays for joining the pair, is none. So nothing is sent for the measurement's sake, no start
+waits for it, and a new peer is measured with its first hand-overs. Logged are the best of a pair's first samples, a
+fall far below its best, and its return. A pair that was lost begins anew.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -22,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 2 * 2**20
 """Smaller busy periods measure latency."""
+FIRST_SAMPLES = 3
+"""A pair's rate is told once it has so many: the first ones are of a busy moment, a start."""
+SLOW, SOUND = 1 / 8, 1 / 2
+"""Fractions of its best below which a pair is told to be slow, and above which to be well again. Beside steps of its
+owner a transfer takes its time (`TransferEngine.give_way`), which is nothing to tell."""
 LIMIT_BYTES, LIMIT_PIECE_BYTES = 32 * 2**20, 4 * 2**20
 LIMIT_DEADLINE_S = 0.1
 
@@ -39,9 +47,11 @@ class PeerRate:
 
 @dataclass(slots=True)
 class _Busy:
-    since_s: float
     in_flight: int = 0
     num_bytes: int = 0
+    seconds: float = 0.0
+    """In which something was under way, up to `until_s`."""
+    until_s: float = -math.inf
     failed: bool = False
 
 
@@ -54,28 +64,35 @@ class Rates:
         self._busy: dict[tuple[PeerId, str], _Busy] = {}
         self._joined: set[tuple[PeerId, str]] = set()
         self._rates: dict[tuple[PeerId, str], PeerRate] = {}
+        self._slow: set[tuple[PeerId, str]] = set()
 
-    def offered(self, peer: PeerId, scheme: str, now: float) -> None:
-        self._busy.setdefault((peer, scheme), _Busy(now)).in_flight += 1
+    def offered(self, peer: PeerId, scheme: str) -> None:
+        """One more push to that peer is under way."""
+        self._busy.setdefault((peer, scheme), _Busy()).in_flight += 1
 
-    def ended(self, peer: PeerId, scheme: str, num_bytes: int, now: float, *, failed: bool) -> None:
-        """One offered push ended, for better or worse."""
+    def ended(
+        self, peer: PeerId, scheme: str, num_bytes: int, offered_s: float, ended_s: float, *, failed: bool
+    ) -> None:
+        """One of them ended, for better or worse."""
         busy = self._busy[peer, scheme]
         busy.in_flight -= 1
         busy.num_bytes += num_bytes
+        busy.seconds += max(0.0, ended_s - max(offered_s, busy.until_s))
+        busy.until_s = max(busy.until_s, ended_s)
         busy.failed |= failed
         if not busy.in_flight:
             del self._busy[peer, scheme]
-            sound = (peer, scheme) in self._joined and not busy.failed and now > busy.since_s
+            sound = (peer, scheme) in self._joined and not busy.failed and busy.seconds > 0
             if not busy.failed:
                 self._joined.add((peer, scheme))
             if sound and busy.num_bytes >= SAMPLE_BYTES:
-                self._sample(peer, scheme, busy.num_bytes / (now - busy.since_s))
+                self._sample(peer, scheme, busy.num_bytes / busy.seconds)
 
     def forget(self, peer: PeerId) -> None:
-        """An incarnation that never comes back."""
+        """A peer that is lost: what comes under its name again may be elsewhere, or somebody else."""
         self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] != peer}
         self._joined = {pair for pair in self._joined if pair[0] != peer}
+        self._slow = {pair for pair in self._slow if pair[0] != peer}
 
     def all(self) -> tuple[PeerRate, ...]:
         return tuple(self._rates.values())
@@ -86,10 +103,26 @@ class Rates:
 
     def _sample(self, peer: PeerId, scheme: str, rate: float) -> None:
         before = self._rates.get((peer, scheme), PeerRate(peer, scheme, 0.0, 0.0, 0))
-        self._rates[peer, scheme] = PeerRate(peer, scheme, rate, max(rate, before.best), before.samples + 1)
-        if not before.samples or rate < before.best / 2 < before.last:
-            told = f"{rate / 1e9:.2f} GB/s; one thread copies {self.limit_bytes_per_s / 1e9:.1f} GB/s here"
-            logger.info("KV to %s over %s: %s (best so far %.2f)", peer, scheme, told, before.best / 1e9)
+        now = self._rates[peer, scheme] = PeerRate(peer, scheme, rate, max(rate, before.best), before.samples + 1)
+        if now.samples == FIRST_SAMPLES:
+            limit = f"one thread copies {_gigabytes(self.limit_bytes_per_s)} here"
+            logger.info("KV to %s over %s: %s; %s", peer, scheme, _gigabytes(now.best), limit)
+        elif now.samples > FIRST_SAMPLES:
+            self._tell_change(now)
+
+    def _tell_change(self, now: PeerRate) -> None:
+        pair = now.peer, now.scheme
+        if pair not in self._slow and now.last < now.best * SLOW:
+            self._slow.add(pair)
+            best = _gigabytes(now.best)
+            logger.info("KV to %s over %s: down to %s, at best it was %s", *pair, _gigabytes(now.last), best)
+        elif pair in self._slow and now.last > now.best * SOUND:
+            self._slow.discard(pair)
+            logger.info("KV to %s over %s: at %s again", *pair, _gigabytes(now.last))
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
 
 
 @functools.cache

@@ -1,69 +1,98 @@
-"""What a pair achieved is measured on its own traffic, and told once."""
+"""What a pair achieved is measured on its own traffic, and told when it is known and when it changes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
+from transfer_rig import Peer, Rig
 
 from kvtransfer.layout import block_spans
 from kvtransfer.rates import SAMPLE_BYTES, PeerRate, Rates
-from kvtransfer.types import LeaseKey, PushDone
+from kvtransfer.types import LeaseKey, PeerLost, PushDone
 
 
 def joined(peer: str, scheme: str) -> Rates:
     """Past the first busy period, which is no sample."""
     rates = Rates()
-    rates.offered(peer, scheme, 0.0)
-    rates.ended(peer, scheme, SAMPLE_BYTES, 1.0, failed=False)
+    period(rates, peer, scheme, SAMPLE_BYTES, 1.0)
     assert not rates.all()
     return rates
 
 
-def test_a_busy_period_counts_from_its_first_offer_to_its_last_end(caplog: pytest.LogCaptureFixture) -> None:
+def period(rates: Rates, peer: str, scheme: str, num_bytes: int, seconds: float, *, failed: bool = False) -> None:
+    """A busy period of one push."""
+    rates.offered(peer, scheme)
+    rates.ended(peer, scheme, num_bytes, 0.0, seconds, failed=failed)
+
+
+@pytest.mark.parametrize(
+    ("pushes", "seconds"),
+    [
+        (((10.0, 11.0), (10.5, 12.0)), 2.0),
+        (((10.0, 11.0), (13.0, 14.0)), 2.0),
+        (((10.0, 13.0), (11.0, 12.0)), 3.0),
+    ],
+    ids=["side by side", "with a pause", "one within the other"],
+)
+def test_a_busy_period_takes_the_time_in_which_a_push_was_under_way(
+    pushes: Sequence[tuple[float, float]], seconds: float
+) -> None:
     rates = joined("d#1", "shm")
-    with caplog.at_level(logging.INFO, "kvtransfer.rates"):
-        rates.offered("d#1", "shm", 10.0)
-        rates.offered("d#1", "shm", 10.5)
-        rates.ended("d#1", "shm", SAMPLE_BYTES, 11.0, failed=False)
-        assert not rates.all()
-        rates.ended("d#1", "shm", SAMPLE_BYTES, 12.0, failed=False)
-    assert rates.all() == (PeerRate("d#1", "shm", SAMPLE_BYTES, SAMPLE_BYTES, 1),)
-    assert rates.best("shm") == SAMPLE_BYTES
+    for _ in pushes:
+        rates.offered("d#1", "shm")
+    for offered_s, ended_s in pushes:
+        assert not rates.all(), "one is still under way"
+        rates.ended("d#1", "shm", SAMPLE_BYTES, offered_s, ended_s, failed=False)
+    rate = 2 * SAMPLE_BYTES / seconds
+    assert rates.all() == (PeerRate("d#1", "shm", rate, rate, 1),)
+    assert rates.best("shm") == rate
     assert rates.best("tcp") == 0.0
-    assert [record.message.split(":")[0] for record in caplog.records] == ["KV to d#1 over shm"]
-    assert "one thread copies" in caplog.records[0].message
 
 
-def test_failures_and_little_traffic_are_no_samples_and_a_slow_pair_is_told_again(
+def test_failures_and_little_traffic_are_no_samples() -> None:
+    rates = joined("d#1", "tcp")
+    period(rates, "d#1", "tcp", SAMPLE_BYTES, 1.0, failed=True)
+    period(rates, "d#1", "tcp", SAMPLE_BYTES - 1, 1.0)
+    assert not rates.all()
+
+
+def test_a_pair_is_told_at_its_best_of_three_and_when_it_becomes_slow_and_well_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rates = joined("d#1", "tcp")
-
-    def period(num_bytes: int, seconds: float, *, failed: bool = False) -> None:
-        rates.offered("d#1", "tcp", 0.0)
-        rates.ended("d#1", "tcp", num_bytes, seconds, failed=failed)
-
+    told = []
     with caplog.at_level(logging.INFO, "kvtransfer.rates"):
-        period(SAMPLE_BYTES, 1.0, failed=True)
-        period(SAMPLE_BYTES - 1, 1.0)
-        assert not rates.all()
-        for seconds in (1.0, 1.5, 4.0, 4.0):
-            period(SAMPLE_BYTES, seconds)
-    assert rates.all() == (PeerRate("d#1", "tcp", SAMPLE_BYTES / 4, SAMPLE_BYTES, 4),)
-    assert len(caplog.records) == 2, "the first, and the one that fell below half"
-    rates.forget("d#1")
-    assert not rates.all()
+        for seconds in (2e-3, 1e-3, 4e-3, 2e-3, 20e-3, 30e-3, 4e-3, 1.5e-3, 3e-3):
+            period(rates, "d#1", "tcp", SAMPLE_BYTES, seconds)
+            told.append([record.getMessage().partition(": ")[2].split(";")[0] for record in caplog.records])
+            caplog.clear()
+    slow, well = ["down to 0.10 GB/s, at best it was 2.10 GB/s"], ["at 1.40 GB/s again"]
+    assert told == [[], [], ["2.10 GB/s"], [], slow, [], [], well, []]
+
+
+def test_a_pair_that_was_lost_begins_anew(rig) -> None:
+    source, destination = rig.pair(region_bytes=2 * SAMPLE_BYTES)
+    for number in (1, 2):
+        sent(rig, source, destination, number)
+    assert len(source.engine.rates()) == 1
+    destination.engine.shutdown()
+    rig.until(lambda: source.saw(PeerLost))
+    assert source.engine.rates() == ()
+
+
+def sent(rig: Rig, source: Peer, destination: Peer, number: int) -> None:
+    key, spans = LeaseKey("request", number), block_spans(range(2), SAMPLE_BYTES)
+    destination.engine.open(key, source.name, spans)
+    source.engine.push(key, destination.name, 0, spans)
+    rig.until(lambda: source.saw(PushDone, key))
 
 
 def test_an_engine_tells_what_its_pairs_achieved_beside_the_limit(rig) -> None:
     source, destination = rig.pair(region_bytes=2 * SAMPLE_BYTES)
-    spans = block_spans(range(2), SAMPLE_BYTES)
     for number in (1, 2):
-        key = LeaseKey("request", number)
-        destination.engine.open(key, source.name, spans)
-        source.engine.push(key, destination.name, 0, spans)
-        rig.until(lambda key=key: source.saw(PushDone, key))
+        sent(rig, source, destination, number)
     (rate,) = source.engine.rates()
     (stats,) = source.engine.stats()
     assert (rate.peer, rate.scheme, rate.samples) == (destination.name, rig.scheme, 1)

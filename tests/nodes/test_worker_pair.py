@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.worker import link_rates
 from engine.types import FinishReason
 from kvtransfer.faults import Fault
+from kvtransfer.rates import PeerRate
 from prefill_node.handoff import Stage as Source
 from prefill_node.service import PrefillLimits
 from tandem.messages import (
@@ -19,6 +21,7 @@ from tandem.messages import (
     Expect,
     HandedOver,
     InjectFault,
+    LinkRate,
     RenewLease,
     ResetPrefixCache,
     SetDraining,
@@ -569,6 +572,16 @@ def test_a_layout_mismatch_is_refused_with_both_values(net: Net) -> None:
     assert "layout is layers=2 at p0 but ledger at d0" in declined(net.answers[ask_id]).message
     assert "model digest is d2 at p0 but d1 at d0" in declined(net.answers[other]).message
     net.run()
+
+
+def test_of_two_incarnations_of_a_peer_the_later_one_s_rate_is_told() -> None:
+    rates = (
+        PeerRate("d#1", "shm", 1.0, 9.0, 5),
+        PeerRate("e#1", "shm", 2.0, 2.0, 1),
+        PeerRate("d#2", "shm", 3.0, 3.0, 1),
+    )
+    told = link_rates(rates, 10.0)
+    assert told == (LinkRate("d", "shm", 3.0, 3.0, 10.0), LinkRate("e", "shm", 2.0, 2.0, 10.0))
 
 
 def test_a_role_takes_only_its_own_work_and_a_draining_worker_none(net: Net) -> None:

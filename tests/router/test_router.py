@@ -195,6 +195,20 @@ def test_a_pair_that_a_busy_moment_made_look_slow_is_measured_again(
     assert bool(pairs & {(f"prefill-{i}", f"decode-{j}") for i in range(2) for j in range(2)}) is due
 
 
+def test_a_pair_whose_source_has_lost_the_other_is_measured_again(router: RouterState) -> None:
+    rates = tuple(LinkRate(f"decode-{i}", "shm", 1e9, 1e9, 8e9) for i in range(2))
+    assert router.report(replace(report("prefill-0", 2), links=rates), 1.0)
+    assert router.snapshot(request(), NOBODY, 1.0).links == {("prefill-0", f"decode-{i}"): 1e9 for i in range(2)}
+    assert router.report(replace(report("prefill-0", 3), links=rates[:1]), 1.0)
+    assert router.snapshot(request(), NOBODY, 1.0).links == {("prefill-0", "decode-0"): 1e9}
+    for name in ("prefill-1", "decode-0", "decode-1"):
+        assert router.report(report(name, 2), 1.0)
+    due = {pair for _ in range(8) for pair in router.probes_due(1.0)}
+    of_prefill_0 = {pair.destination.name for pair in due if pair.source.name == "prefill-0"}
+    assert "decode-1" in of_prefill_0
+    assert "decode-0" not in of_prefill_0
+
+
 def test_a_burst_of_tiny_transfers_teaches_nothing(router: RouterState) -> None:
     placed(router, "r1")
     router.finished("r1", HandoffReport(kv_bytes=1000, transfer_s=0.01))

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cluster.config import SlaClass
 from cluster.detokenize import StopMatcher
@@ -87,7 +87,11 @@ _News = tuple[int, Piece] | Exception | None
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Requests that are ready to run, one for each prompt. `group_id`: what Abort names."""
+    """Requests that are ready to run, one for each prompt. `group_id`: what the client calls it, and Abort names.
+
+    The requests' own ids are never used again, as a client's may be: news of an earlier request of that name, or an end
+    told late, would be taken for this one's.
+    """
 
     group_id: str
     requests: tuple[Request, ...]
@@ -129,7 +133,7 @@ class Gateway:
         self._new_id = new_id
         self._new_seed = new_seed
         self._on_refused = on_refused
-        self._running: dict[str, set[str]] = {}
+        self._running: dict[str, _Running] = {}
         self._streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -160,13 +164,14 @@ class Gateway:
         self._check_ask(ask)
         self._check_open(ask.sequences)
         if ask.request_id in self._running:
-            raise InvalidRequest("request_id", "is that of a running request")
+            raise _is_running()
         facts = await self._known_facts()
         class_name = pick_class(ask.sla_class, self.settings.classes, self.settings.default_class)
         sla = self.settings.classes[class_name]
         prompts = await self._encode(ask, facts.limits)
+        unique = self._new_id()
         given = Given(
-            request_id=ask.request_id or self._new_id(),
+            request_id=f"{ask.request_id}.{unique}" if ask.request_id else unique,
             seed=self._new_seed() if ask.seed is None else ask.seed,
             arrival_s=arrival_s,
             model=self.settings.model,
@@ -175,7 +180,7 @@ class Gateway:
         )
         requests = requests_for(ask, prompts, given, facts.limits)
         views = tuple(_view(request, facts.hasher) for request in requests)
-        return Job(given.request_id, requests, views, ask.include_stop)
+        return Job(ask.request_id or unique, requests, views, ask.include_stop)
 
     async def encode(self, ask: Ask) -> tuple[tuple[int, ...], ...]:
         """Token ids only, for the tokenize route. InvalidRequest names the field."""
@@ -203,12 +208,12 @@ class Gateway:
         that ran end with `finish` ABORT.
         """
         request = job.requests[index]
-        with self.refusals():
-            self._check_open(request.sequences)
         flight = Flight(request, job.views[index])
         writers = [_Writer(self.text, request.sampling, job.include_stop) for _ in range(request.answers)]
         last = Piece()
-        self._enter(job.group_id, request)
+        with self.refusals():
+            self._check_open(request.sequences)
+            self._enter(job, request)
         try:
             async with aclosing(self._dispatch.run(flight)) as deltas:
                 async for delta in deltas:
@@ -224,7 +229,7 @@ class Gateway:
             for piece in _ended(last, writers, flight):
                 yield piece
         finally:
-            self._leave(job.group_id, request)
+            self._leave(job, request)
 
     async def answers(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all of the job's answers as they come, each with the index of the client's choice: prompt by
@@ -263,19 +268,23 @@ class Gateway:
 
     def abort(self, group_id: str) -> bool:
         """End all requests of a job; False when it is not running."""
-        aborted = [self._dispatch.abort(request_id) for request_id in self._running.get(group_id, ())]
+        running = self._running.get(group_id)
+        aborted = [self._dispatch.abort(request_id) for request_id in (running.request_ids if running else ())]
         return any(aborted)
 
-    def _enter(self, group_id: str, request: Request) -> None:
-        self._running.setdefault(group_id, set()).add(request.request_id)
+    def _enter(self, job: Job, request: Request) -> None:
+        running = self._running.setdefault(job.group_id, _Running(job))
+        if running.job is not job:
+            raise _is_running()
+        running.request_ids.add(request.request_id)
         self._streams += request.sequences
         self._idle.clear()
 
-    def _leave(self, group_id: str, request: Request) -> None:
-        group = self._running[group_id]
-        group.discard(request.request_id)
-        if not group:
-            del self._running[group_id]
+    def _leave(self, job: Job, request: Request) -> None:
+        running = self._running[job.group_id]
+        running.request_ids.discard(request.request_id)
+        if not running.request_ids:
+            del self._running[job.group_id]
         self._streams -= request.sequences
         if not self._streams:
             self._idle.set()
@@ -324,6 +333,18 @@ class Gateway:
                 raise RequestFailed(Code.UNAVAILABLE, "no worker is registered; ask again a little later")
             self._facts = _Facts(_limits(workers), self._hasher_for(workers[0]), now + self.settings.facts_s)
         return self._facts
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job, and its requests that run."""
+
+    job: Job
+    request_ids: set[str] = field(default_factory=set)
+
+
+def _is_running() -> InvalidRequest:
+    return InvalidRequest("request_id", "is that of a running request")
 
 
 @dataclass(frozen=True, slots=True)

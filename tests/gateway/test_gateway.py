@@ -452,11 +452,39 @@ async def test_the_id_of_a_running_request_cannot_be_taken_again() -> None:
         made.workers.hold = True
         ask = Ask(prompts=("a",), request_id="mine")
         reading = asyncio.create_task(_pieces(made, await made.gateway.prepare(ask)))
-        await until(lambda: "mine" in made.workers.running)
+        await until(lambda: "mine.r0" in made.workers.running)
         with pytest.raises(RequestFailed, match="request_id"):
             await made.gateway.prepare(ask)
         made.workers.go.set()
         await reading
+
+
+async def test_of_two_that_come_at_once_under_one_id_the_later_is_refused_and_the_other_untouched() -> None:
+    async with bench() as made:
+        jobs = [await made.gateway.prepare(Ask(prompts=("a",), request_id="mine")) for _ in range(2)]
+        made.workers.hold = True
+        reading = asyncio.create_task(_pieces(made, jobs[0]))
+        await until(lambda: bool(made.workers.running))
+        with pytest.raises(RequestFailed, match="request_id: is that of a running request"):
+            await _pieces(made, jobs[1])
+        made.workers.go.set()
+        assert "".join(piece.text for piece in await reading) == "Hello, world"
+        assert (await _text(made, Ask(prompts=("a",), request_id="mine")))[0] == "Hello, world"
+
+
+async def test_an_id_that_a_client_uses_again_brings_no_news_of_the_request_before() -> None:
+    async with bench() as made:
+        made.workers.hold = True
+        ask, decode = Ask(prompts=("a",), request_id="mine"), made.router.infos[1].ref
+        async with aclosing(made.gateway.answer(await made.gateway.prepare(ask), 0)) as pieces:
+            assert (await anext(pieces)).text == "H"
+        (before,) = (request.request_id for request in made.router.placed)
+        reading = asyncio.create_task(_pieces(made, await made.gateway.prepare(ask)))
+        await until(lambda: len(made.router.placed) == 2)
+        made.workers.deliver(decode, Delta(before, 1, (Token(33),), FinishReason.ABORT))
+        made.workers.go.set()
+        assert "".join(piece.text for piece in await reading) == "Hello, world"
+        assert made.router.suspects == []
 
 
 async def test_beyond_the_limit_new_answers_have_no_room() -> None:

@@ -293,7 +293,7 @@ async def test_a_request_aborted_from_elsewhere_ends_with_abort() -> None:
     async with served() as (made, target), AsyncClient(target) as client:
         made.workers.hold = True
         running = asyncio.create_task(_collect(client.generate("hello", stream=True, request_id="mine")))
-        await until(lambda: "mine" in made.workers.running)
+        await until(lambda: "mine.r0" in made.workers.running)
         assert await client.abort("mine") is True
         assert (await running)[-1].finish_reason == "abort"
 

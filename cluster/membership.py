@@ -9,7 +9,8 @@
 Whoever drives it feeds in what happened and calls `tick`; out come decisions: `Fence` (nothing of this incarnation is
 accepted any more), `Kill`, `Restart`, `GiveUp`. An incarnation that was fenced is refused for ever, so a process that
 wakes from SIGSTOP finds that it is nobody. A worker that joins by itself (Ray restarted it) is welcome from every state
-with a new incarnation. A start counts as good only after `stable_s` of life; before, a death counts as another failure.
+with a new incarnation. Whoever dies before `stable_s` of life is started again after a longer pause each time; given up
+is only who did not even join.
 
 A worker's reports are its heartbeat. Its control may also show up without one (`present`): then the reports do not get
 through, and the worker is only a last choice, since a control ends a rank that is silent.
@@ -99,6 +100,9 @@ class Member:
     joined_s: float = 0.0
     restart_at_s: float = 0.0
     failures: int = 0
+    """Lives in a row that ended before `stable_s`."""
+    failed_starts: int = 0
+    """In a row."""
     accusations: int = 0
     accused_s: float = float("-inf")
     why: str = ""
@@ -129,7 +133,7 @@ class Membership:
         if ref.incarnation != member.incarnation:
             if member.incarnation and member.incarnation not in member.dead:
                 self._fence(member, "replaced by a new incarnation")
-            member.incarnation, member.joined_s, member.accusations = ref.incarnation, now, 0
+            member.incarnation, member.joined_s, member.accusations, member.failed_starts = ref.incarnation, now, 0, 0
         member.heard_s = member.present_s = now
         self._enter(member, Health.ALIVE, now, f"joined as {ref.incarnation}")
         return True
@@ -245,11 +249,12 @@ class Membership:
             member.failures = 0
         else:
             member.failures += 1
+        member.failed_starts += not started
         self._fence(member, why)
         self._decisions.append(Kill(member.name, member.incarnation if started else ""))
-        if hopeless or member.failures >= self._bounds.max_start_failures:
+        if hopeless or member.failed_starts >= self._bounds.max_start_failures:
             self._enter(member, Health.FAILED, now, why)
-            often = f"{member.failures} failed starts in a row, last: " if not hopeless else ""
+            often = f"{member.failed_starts} failed starts in a row, last: " if not hopeless else ""
             self._decisions.append(GiveUp(member.name, often + why))
             return
         backoff_s = min(self._bounds.backoff_s * 2.0 ** max(0, member.failures - 1), self._bounds.backoff_max_s)

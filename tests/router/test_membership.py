@@ -147,15 +147,28 @@ def test_a_worker_that_never_joins_failed_to_start() -> None:
     assert members.tick(60.0) == (Kill("w", ""),)
 
 
-def test_dying_soon_after_the_start_counts_as_a_failed_start() -> None:
+def test_who_dies_soon_after_each_start_comes_back_after_longer_pauses_and_is_not_given_up() -> None:
     members = Membership(BOUNDS)
-    outcomes: list[Decision] = []
-    for attempt in range(3):
-        now = attempt * 20.0
+    now, pauses = 0.0, []
+    for attempt in range(8):
         assert members.joined(ref(f"i{attempt}"), now)
-        members.exited("w", f"i{attempt}", "crashed", now + 1.0)
-        outcomes += members.tick(now + 1.0)
-    assert isinstance(outcomes[-1], GiveUp)
+        died_s = now + 1.0
+        members.exited("w", f"i{attempt}", "crashed", died_s)
+        assert [type(decision) for decision in members.tick(died_s)] == [Fence, Kill]
+        now = next(died_s + wait_s for wait_s in range(100) if members.tick(died_s + wait_s))
+        pauses.append(now - died_s)
+    assert pauses == [1, 2, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_start_that_fails_after_short_lives_is_the_first_to_fail() -> None:
+    members = Membership(BOUNDS)
+    for attempt in range(4):
+        assert members.joined(ref(f"i{attempt}"), attempt * 40.0)
+        members.exited("w", f"i{attempt}", "crashed", attempt * 40.0 + 1.0)
+        members.tick(attempt * 40.0 + 1.0)
+    assert [type(decision) for decision in members.tick(200.0)] == [Restart]
+    assert fail_to_start(members, 201.0) == (Kill("w", ""),)
+    assert members.health("w") is Health.FENCED
 
 
 def test_a_long_life_forgives_earlier_failures() -> None:

@@ -61,8 +61,11 @@ MAX_ATTEMPTS = 5
 """How often a push is offered to a peer that cannot be reached before it fails."""
 REST_S, MAX_REST_S = 0.1, 2.0
 """A pair rests after it could not be joined, twice as long each time it fails again; other pairs go on."""
-WINDOW_BYTES = 256 * 2**20
-"""Bytes offered to one peer at a time. Wide, because the owner may poll only once per decode step."""
+WINDOW_S = 0.25
+"""A peer is offered as much at a time as its link moves meanwhile: what is urgent waits no longer behind the rest, and
+an owner that polls once a step, or once a chunk of a prompt, keeps the link busy."""
+MIN_WINDOW_BYTES, WINDOW_BYTES = 32 * 2**20, 256 * 2**20
+"""At least and at most; the least, too, while nothing is known of the link."""
 
 
 @dataclass(slots=True)
@@ -417,7 +420,7 @@ class TransferEngine:
     def _fill(self, peer: PeerId, lane: _Lane) -> None:
         while lane.waiting and lane.rests_until_s <= self._clock():
             push = self._pushes[lane.waiting[0][1]]
-            if lane.offered_bytes and lane.offered_bytes + push.num_bytes > self._window_bytes:
+            if lane.offered_bytes and lane.offered_bytes + push.num_bytes > self._window(peer, push.scheme):
                 return
             heapq.heappop(lane.waiting)
             push.offered, push.offered_s = True, self._clock()
@@ -425,6 +428,10 @@ class TransferEngine:
             lane.offered_bytes += push.num_bytes
             self._rates.offered(peer, push.scheme)
             self._transports[push.scheme].offer(push.offer, push.spans)
+
+    def _window(self, peer: PeerId, scheme: str) -> int:
+        wanted = int(self._rates.last(peer, scheme) * WINDOW_S)
+        return min(self._window_bytes, max(MIN_WINDOW_BYTES, wanted))
 
     def _unqueue(self, push: _Push) -> None:
         lane = self._lanes[push.offer.destination]

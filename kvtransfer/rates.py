@@ -97,6 +97,11 @@ class Rates:
     def all(self) -> tuple[PeerRate, ...]:
         return tuple(self._rates.values())
 
+    def last(self, peer: PeerId, scheme: str) -> float:
+        """Of the last busy period that was a sample; 0 before the first."""
+        rate = self._rates.get((peer, scheme))
+        return 0.0 if rate is None else rate.last
+
     def best(self, scheme: str) -> float:
         """Over all peers; 0 before the first sample."""
         return max((rate.best for rate in self._rates.values() if rate.scheme == scheme), default=0.0)

@@ -62,8 +62,10 @@ class Script:
         pass
 
 
-def scripted(clock: Clock | None = None, **options) -> tuple[TransferEngine, Script, bytearray]:
-    memory, script = bytearray(4_096), Script()
+def scripted(
+    clock: Clock | None = None, *, region_bytes: int = 4_096, **options
+) -> tuple[TransferEngine, Script, bytearray]:
+    memory, script = bytearray(region_bytes), Script()
     return TransferEngine(ME, memoryview(memory), [script], clock=clock or Clock(), **options), script, memory
 
 
@@ -181,6 +183,23 @@ def test_the_window_lets_urgent_pushes_pass_the_waiting_ones():
         assert [event.push_id for event in engine.poll() if isinstance(event, PushDone)] == [sent]
     assert [offer.push_id for offer in script.offers] == [ids[0], ids[2], ids[1]]
     engine.check()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(0, 4), (40 << 20, 4), (320 << 20, 10), (4 << 30, 32)])
+def test_a_peer_is_offered_what_its_link_moves_in_a_quarter_of_a_second_within_bounds(bytes_per_s, expected):
+    """In pushes of 8 MiB; nothing is known of the link at first."""
+    clock, whole = Clock(), [Span(0, 8 << 20)]
+    engine, script, _ = scripted(clock, region_bytes=8 << 20)
+    engine.connect("d#1", "script", b"")
+    for _ in range(2 if bytes_per_s else 0):  # the first one pays for joining the pair
+        sent = engine.push(KEY, "d#1", 0, whole)
+        clock.now += (8 << 20) / bytes_per_s
+        script.coming.append(Sent(KEY, sent))
+        assert engine.poll()
+    before = len(script.offers)
+    for _ in range(40):
+        engine.push(KEY, "d#1", 0, whole)
+    assert len(script.offers) - before == expected
 
 
 def test_a_push_larger_than_the_window_goes_when_it_is_alone():

@@ -21,7 +21,7 @@ POLICY_NAMES = ("sla", "round_robin", "least_loaded")
 LOCAL_PREFILL = ("auto", "never", "always")
 FETCH = ("auto", "never")
 STAGING = ("auto", "always", "never")
-TRANSPORTS = ("shm", "ucx", "tcp", "inproc")
+TRANSPORTS = ("shm", "ucx", "tcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +139,10 @@ class TransferSection:
     """`auto`: KV in a device's memory moves by way of `staging_bytes` of host memory; `always`: any KV does; `never`:
     UCX alone moves it, by its own roads (CUDA IPC, GPUDirect), without checksums."""
     staging_bytes: int = 4 << 30
-    net_device: str = "lo"
-    """Where transports listen; never everywhere unless told."""
+    net_device: str | None = None
+    """The device of each worker's host that KV goes by (`eth0`), or UCX's devices (`mlx5_0:1,eth0`). None: sockets bind
+    the address that the worker has in the cluster, and UCX is told `lo` on one machine, else what its environment
+    says."""
     link_probes: bool = True
     """Whether idle pairs are measured, with 16 MiB each, before anybody needs to know how fast they are."""
 

@@ -6,13 +6,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster import net_devices
 from cluster.config import ROLES, ModelSection, PoolSection, SlaClass, TandemConfig
 from cluster.models import KNOWN
 
 
 def doubts_here(config: TandemConfig) -> tuple[str, ...]:
     """What looks like a mistake from this machine; another one, where a worker runs, may know better."""
-    return (*_doubts_of_model(config.model), *_doubts_of_memory(config), *_doubts_of_disks(config))
+    return (
+        *_doubts_of_model(config.model),
+        *_doubts_of_memory(config),
+        *_doubts_of_disks(config),
+        *_doubts_of_devices(config.transfer.net_device),
+    )
 
 
 def _doubts_of_model(model: ModelSection) -> Iterator[str]:
@@ -48,6 +54,11 @@ def _doubts_of_disks(config: TandemConfig) -> Iterator[str]:
             yield f"pools.{role}.tiers.disk_path: {why}: no KV is kept there; name one that workers may fill"
 
 
+def _doubts_of_devices(net_device: str | None) -> Iterator[str]:
+    for absent in net_devices.missing(net_device) if net_device is not None else ():
+        yield f"transfer.net_device: there is no {absent} on this machine; each worker's host needs it"
+
+
 def describe(config: TandemConfig) -> str:
     """Several lines of plain text, warnings last."""
     return "\n".join(_lines(config))
@@ -74,7 +85,8 @@ def _lines(config: TandemConfig) -> Iterator[str]:
     yield f"  {secured}, {key}; at most {gateway.max_streams} streams at once."
     sums = "with" if config.transfer.checksums else "without"
     probes = "idle pairs are measured" if config.transfer.link_probes else "pairs are measured by what they move alone"
-    yield f"KV moves over {', else '.join(config.transfer.transports)}, {sums} checksums; {probes}."
+    by = f" by {config.transfer.net_device}" if config.transfer.net_device else ""
+    yield f"KV moves over {', else '.join(config.transfer.transports)}{by}, {sums} checksums; {probes}."
     if config.transfer.staging == "always":
         yield f"  It goes by way of {_size(config.transfer.staging_bytes)} of staging memory at either end."
     times = config.timeouts

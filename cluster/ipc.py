@@ -40,6 +40,8 @@ class RankSettings:
     """With the worker's own folder."""
     host: str = "127.0.0.1"
     advertise: str | None = None
+    net_device: str | None = None
+    """See `cluster.config.TransferSection`; its address, if it has one, takes the place of `host` and `advertise`."""
     ucx_error_handling: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
     """What people call the engine's settings, for errors: `FILE:LINE: KEY`, or the key alone where no file says it."""

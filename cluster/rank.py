@@ -22,7 +22,7 @@ from types import FrameType
 
 import zmq
 
-from cluster import tiers
+from cluster import net_devices, tiers
 from cluster.ipc import LAST_WORD, RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
@@ -219,15 +219,37 @@ def _staged(peer: str, engine: Engine, settings: RankSettings, doorbell: Doorbel
 def _transports(peer: str, region: Region, settings: RankSettings) -> list[Transport]:
     transports: list[Transport] = []
     missing: list[str] = []
+    host, advertise = transport_hosts(settings)
     for scheme in settings.transports:
         try:
-            transports.append(_transport(scheme, peer, region, settings))
+            transports.append(
+                make_transport(
+                    scheme,
+                    peer,
+                    region,
+                    host=host,
+                    advertise=advertise,
+                    ucx_error_handling=settings.ucx_error_handling,
+                    ucx_devices=settings.net_device,
+                )
+            )
         except TransferError as error:
             log.warning("transport %s is left out: %s", scheme, error)
             missing.append(str(error))
     if not transports:
         raise TransferError("no transport can be used: " + "; ".join(missing))
     return transports
+
+
+def transport_hosts(settings: RankSettings) -> tuple[str, str | None]:
+    """The address that sockets bind, and the one that peers are told."""
+    if settings.net_device is None:
+        return settings.host, settings.advertise
+    if absent := net_devices.missing(settings.net_device):
+        remedy = f"a device of each worker's host, and there is no {' or '.join(absent)} here"
+        raise ConfigError("net_device", settings.net_device, remedy)
+    address = net_devices.ipv4_of(settings.net_device)
+    return (settings.host, settings.advertise) if address is None else (address, None)
 
 
 def staging_memory(settings: RankSettings) -> memoryview:
@@ -237,17 +259,6 @@ def staging_memory(settings: RankSettings) -> memoryview:
         return memoryview(make(settings.staging_bytes))
     except (OSError, OverflowError, ValueError) as error:
         raise TransferError(f"staging memory of {settings.staging_bytes} bytes cannot be had: {error}") from error
-
-
-def _transport(scheme: str, peer: str, region: Region, settings: RankSettings) -> Transport:
-    return make_transport(
-        scheme,
-        peer,
-        region,
-        host=settings.host,
-        advertise=settings.advertise,
-        ucx_error_handling=settings.ucx_error_handling,
-    )
 
 
 if __name__ == "__main__":

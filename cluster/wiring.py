@@ -57,6 +57,7 @@ def rank_settings(
         checksums=config.transfer.checksums,
         staging=config.transfer.staging,
         staging_bytes=config.transfer.staging_bytes,
+        net_device=config.transfer.net_device,
         tiers=tiers.settings_of(pool.tiers, name),
         host=host,
         keys=engine_keys(config, role),

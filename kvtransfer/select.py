@@ -48,13 +48,14 @@ def make_transport(
     advertise: str | None = None,
     hub: InprocHub | None = None,
     ucx_error_handling: bool = True,
+    ucx_devices: str | None = None,
 ) -> Transport:
     """A transport of that scheme over a writable region. Raises `TransferError` when it cannot be had here.
 
     `host` (an IP address) is bound, `advertise` (default: the same) is told to peers; `hub` is needed by `inproc`.
     `shm` needs a region that can be shared, see `kvtransfer.memory`.
     `ucx_error_handling=False` lets UCX use shared memory on one host, where a peer's death may then abort this process:
-    see `kvtransfer.ucx`.
+    see `kvtransfer.ucx`. `ucx_devices` are its `NET_DEVICES`; None: `lo` on a loopback address, else UCX's choice.
     """
     check_region(region)
     if scheme == "ucx":
@@ -63,7 +64,7 @@ def make_transport(
             raise TransferError(f"the transport ucx cannot be used: {why}")
         from kvtransfer.ucx import UcxOptions, ucx_transport
 
-        options = UcxOptions(error_handling=ucx_error_handling)
+        options = UcxOptions(error_handling=ucx_error_handling, devices=ucx_devices)
         return ucx_transport(me, region, host=host, advertise=advertise, options=options)
     if not isinstance(region, memoryview):
         raise TransferError(f"the transport {scheme} cannot reach a device's memory: only ucx can, or stage it")

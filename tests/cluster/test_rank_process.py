@@ -20,10 +20,12 @@ from cluster.control import Control, ControlSettings, WorkerDied, WorkerUnfit
 from cluster.events import Publisher, Subscriber
 from cluster.ipc import RankSettings, to_json
 from cluster.node_client import NodeClient
+from cluster.rank import transport_hosts
 from cluster.streams import FrameHub
 from cluster.worker import WorkerSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.toy import make_toy_checkpoint
 from engine.types import FinishReason, Request, SamplingParams
 from kvtransfer.select import ucx_available
@@ -64,6 +66,7 @@ def control(
     scheme: str = "tcp",
     staging: str = "auto",
     staging_bytes: int = 4 << 20,
+    net_device: str | None = None,
     **settings: object,
 ) -> Control:
     worker = WorkerSettings(name=name, incarnation="", role=role, address="", allow_faults=True)
@@ -74,6 +77,7 @@ def control(
         checksums=True,
         staging=staging,
         staging_bytes=staging_bytes,
+        net_device=net_device,
     )
     return Control(ControlSettings(secret=SECRET, **settings), rank)  # type: ignore[arg-type]
 
@@ -310,6 +314,28 @@ async def test_staging_memory_that_holds_no_block_is_refused_for_good(checkpoint
     small = control("d0", "decode", checkpoint, staging="always", staging_bytes=1024)
     with pytest.raises(WorkerUnfit, match=r"staging_bytes: is 1024; it must be larger: 0 of its bytes .* a block has"):
         await small.start()
+
+
+async def test_a_network_device_that_is_not_here_is_refused_for_good(checkpoint: Path) -> None:
+    with pytest.raises(WorkerUnfit, match=r"net_device: is 'lo,nope0'; it must be a device .* there is no nope0 here"):
+        await control("d0", "decode", checkpoint, net_device="lo,nope0").start()
+
+
+@pytest.mark.parametrize(
+    ("net_device", "hosts"),
+    [(None, ("192.0.2.7", "198.51.100.7")), ("lo", ("127.0.0.1", None)), ("nope0", None)],
+)
+def test_sockets_bind_the_address_of_the_network_device_that_is_named(
+    checkpoint: Path, net_device: str | None, hosts: tuple[str, str | None] | None
+) -> None:
+    worker = WorkerSettings(name="d0", incarnation="", role="decode", address="")
+    told = {"host": "192.0.2.7", "advertise": "198.51.100.7", "net_device": net_device}
+    settings = RankSettings(worker=worker, engine=engine_config(checkpoint), **told)
+    if hosts is None:
+        with pytest.raises(ConfigError, match="no nope0 here"):
+            transport_hosts(settings)
+    else:
+        assert transport_hosts(settings) == hosts
 
 
 async def test_events_are_heard_only_by_who_shares_the_secret(heard: Subscriber) -> None:

@@ -229,7 +229,7 @@ BAD_VALUES = {
     "unknown transport": (
         "transfer: {transports: [ucx, carrier-pigeon]}",
         "transfer.transports",
-        "shm, ucx, tcp, inproc",
+        "shm, ucx, tcp",
     ),
     "transport twice": ("transfer: {transports: [tcp, tcp]}", "transfer.transports", "each once"),
     "no transport": ("transfer: {transports: []}", "transfer.transports: is a list of nothing", "at least one"),
@@ -427,6 +427,16 @@ def test_a_check_doubts_a_disk_tier_that_can_have_no_folder_here(tmp_path: Path)
     for folder in (taken, taken / "below"):
         (doubt,) = doubts(folder)
         assert doubt.startswith(f"pools.prefill.tiers.disk_path: {taken} is no folder")
+
+
+def test_a_check_doubts_network_devices_that_are_not_here() -> None:
+    def doubts(devices: str) -> tuple[str, ...]:
+        return doubts_here(config_from_text(f"transfer: {{net_device: '{devices}'}}"))
+
+    assert doubts("lo") == ()
+    assert [doubt.partition(" on this")[0] for doubt in doubts("lo,mlx5_99:1,nope0,../lo")] == [
+        f"transfer.net_device: there is no {absent}" for absent in ("mlx5_99", "nope0", "../lo")
+    ]
 
 
 def test_a_config_is_a_value() -> None:

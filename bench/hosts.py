@@ -21,14 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from tandem import AsyncClient, errors
 from tandem.client import Options, ServedBy
@@ -266,15 +265,19 @@ async def serves(client: AsyncClient) -> bool:
 
 async def order(word: str, worker: str) -> None:
     """What `tandem drain` and `tandem undrain` do."""
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        (await client.post(f"{HTTP}/{word}/{worker}")).raise_for_status()
+    await asyncio.to_thread(gateway_says, "POST", f"/{word}/{worker}")
 
 
 async def status(worker: str) -> dict[str, Any]:
     """See `cluster.cluster_status.WorkerStatus`."""
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        workers = (await client.get(f"{HTTP}/status")).raise_for_status().json()["workers"]
-    return next(one for one in workers if one["name"] == worker)
+    told = await asyncio.to_thread(gateway_says, "GET", "/status")
+    return next(one for one in told["workers"] if one["name"] == worker)
+
+
+def gateway_says(method: str, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(urllib.request.Request(HTTP + path, method=method), timeout=PATIENCE_S) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
 
 
 async def host_of(worker: str) -> int:

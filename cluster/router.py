@@ -404,13 +404,13 @@ class RouterState:
         return not known.draining and (self.membership.usable(name) or self.membership.late(name))
 
     def _why_not(self, role: str) -> str:
-        states = [
-            f"{member.name} is {member.health}: {member.why}"
-            for member in self.membership.members()
-            if member.name not in self._known or self._known[member.name].info.role == role
-        ]
-        draining = [f"{name} is draining" for name, known in self._known.items() if known.draining]
-        return "; ".join(states + draining) or "none has registered"
+        states = []
+        for member in self.membership.members():
+            known = self._known.get(member.name)
+            if known is None or known.info.role == role:
+                drains = known is not None and known.draining and member.health is Health.ALIVE
+                states.append(f"{member.name} is {'draining' if drains else f'{member.health}: {member.why}'}")
+        return "; ".join(states) or "none has registered"
 
     def _proven_times(self) -> dict[str, StepTimes]:
         """The step times of each pool's most measured worker, by role."""

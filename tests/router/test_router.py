@@ -322,6 +322,8 @@ def test_readiness_says_what_is_missing() -> None:
     assert "no prefill worker" in router.readiness()[1]
     router.register(info("prefill-0"), 0.0)
     assert router.readiness() == (True, "ready")
+    router.hold_back("decode-0")
+    assert router.readiness() == (False, "no decode worker is ready (decode-0 is draining)")
     router.suspect(WorkerRef("decode-0", "i1", ""), "no answer", 1.0)
     ready, why = router.readiness()
     assert not ready

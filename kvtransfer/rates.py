@@ -4,8 +4,8 @@ A *busy period* of a peer over a scheme runs from the moment its first push is o
 time is that in which something was under way: an owner may offer the next push before it looks whether the last one has
 ended, with a pause between the two. It is a sample if it moved enough for latency not to count and nothing in it
 failed; the first one, which pays for joining the pair, is none. So nothing is sent for the measurement's sake, no start
-waits for it, and a new peer is measured with its first hand-overs. Logged are the best of a pair's first samples, a
-fall far below its best, and its return. A pair that was lost begins anew.
+waits for it, and a new peer is measured with its first hand-overs. The best of a pair's first samples is logged. A
+pair that was lost begins anew.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ SAMPLE_BYTES = 2 * 2**20
 """Smaller busy periods measure latency."""
 FIRST_SAMPLES = 3
 """A pair's rate is told once it has so many: the first ones are of a busy moment, a start."""
-SLOW, SOUND = 1 / 8, 1 / 2
-"""Fractions of its best below which a pair is told to be slow, and above which to be well again. Beside steps of its
-owner a transfer takes its time (`TransferEngine.give_way`), which is nothing to tell."""
 LIMIT_BYTES, LIMIT_PIECE_BYTES = 32 * 2**20, 4 * 2**20
 LIMIT_DEADLINE_S = 0.1
 
@@ -64,7 +61,6 @@ class Rates:
         self._busy: dict[tuple[PeerId, str], _Busy] = {}
         self._joined: set[tuple[PeerId, str]] = set()
         self._rates: dict[tuple[PeerId, str], PeerRate] = {}
-        self._slow: set[tuple[PeerId, str]] = set()
 
     def offered(self, peer: PeerId, scheme: str) -> None:
         """One more push to that peer is under way."""
@@ -92,7 +88,6 @@ class Rates:
         """A peer that is lost: what comes under its name again may be elsewhere, or somebody else."""
         self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] != peer}
         self._joined = {pair for pair in self._joined if pair[0] != peer}
-        self._slow = {pair for pair in self._slow if pair[0] != peer}
 
     def all(self) -> tuple[PeerRate, ...]:
         return tuple(self._rates.values())
@@ -110,24 +105,8 @@ class Rates:
         before = self._rates.get((peer, scheme), PeerRate(peer, scheme, 0.0, 0.0, 0))
         now = self._rates[peer, scheme] = PeerRate(peer, scheme, rate, max(rate, before.best), before.samples + 1)
         if now.samples == FIRST_SAMPLES:
-            limit = f"one thread copies {_gigabytes(self.limit_bytes_per_s)} here"
-            logger.info("KV to %s over %s: %s; %s", peer, scheme, _gigabytes(now.best), limit)
-        elif now.samples > FIRST_SAMPLES:
-            self._tell_change(now)
-
-    def _tell_change(self, now: PeerRate) -> None:
-        pair = now.peer, now.scheme
-        if pair not in self._slow and now.last < now.best * SLOW:
-            self._slow.add(pair)
-            best = _gigabytes(now.best)
-            logger.info("KV to %s over %s: down to %s, at best it was %s", *pair, _gigabytes(now.last), best)
-        elif pair in self._slow and now.last > now.best * SOUND:
-            self._slow.discard(pair)
-            logger.info("KV to %s over %s: at %s again", *pair, _gigabytes(now.last))
-
-
-def _gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s"
+            told = f"{now.best / 1e9:.2f} GB/s; one thread copies {self.limit_bytes_per_s / 1e9:.1f} GB/s here"
+            logger.info("KV to %s over %s: %s", peer, scheme, told)
 
 
 @functools.cache

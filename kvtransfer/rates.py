@@ -53,7 +53,7 @@ class _Busy:
 
 
 class Rates:
-    """One engine's pairs. All calls from the owner's thread; `now` is the engine's clock."""
+    """One engine's pairs. All calls from the owner's thread; times are seconds on the engine's clock."""
 
     def __init__(self) -> None:
         self.limit_bytes_per_s = copy_limit()

@@ -31,14 +31,21 @@ def _doubts_of_model(model: ModelSection) -> Iterator[str]:
 
 
 def _doubts_of_memory(config: TandemConfig) -> Iterator[str]:
-    """Of KV pools in host memory: pages are taken as KV comes, so a pool that is too large fails under load."""
+    """Of KV in host memory: pages are taken as KV comes, so what is too large fails under load, or at the start."""
     here, cores = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), os.cpu_count() or 1
-    for role in ROLES if config.model.device == "cpu" else ():
-        pool = config.pools.of(role)
-        if pool.num_blocks is None and pool.count * pool.kv_memory_bytes > here:
-            wanted = f"{pool.count} times {_size(pool.kv_memory_bytes)}"
-            yield f"pools.{role}.kv_memory: {wanted} is more than the {here >> 30} GiB of this machine"
-        if pool.threads > cores:
+    for role in ROLES:
+        pool, on_cpu = config.pools.of(role), config.model.device == "cpu"
+        kv_bytes = pool.kv_memory_bytes if on_cpu and pool.num_blocks is None else 0
+        tier_bytes = pool.tiers.host_bytes if pool.tiers is not None else 0
+        too_much = f"is more than the {here >> 30} GiB of this machine"
+        if pool.count * kv_bytes > here:
+            yield f"pools.{role}.kv_memory: {pool.count} times {_size(kv_bytes)} {too_much}"
+        if pool.count * tier_bytes > here:
+            yield f"pools.{role}.tiers.host_memory: {pool.count} times {_size(tier_bytes)} {too_much}"
+        elif pool.count * kv_bytes <= here < pool.count * (kv_bytes + tier_bytes):
+            wanted = f"{pool.count} times {_size(tier_bytes)} and {_size(kv_bytes)} of KV cache"
+            yield f"pools.{role}.tiers.host_memory: {wanted} {too_much}"
+        if on_cpu and pool.threads > cores:
             yield f"pools.{role}.threads: {pool.threads} on {_count(cores, 'core')} of this machine hold each other up"
 
 

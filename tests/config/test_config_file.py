@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -414,6 +415,26 @@ def test_more_kv_or_threads_than_this_machine_has_are_doubted_with_their_place()
     assert "1 times 90000 GiB is more than the" in doubts[0]
     on_a_gpu = config_from_text("model: {device: cuda}\npools: {prefill: {kv_memory: 90000GiB}}")
     assert doubts_here(on_a_gpu) == ()
+
+
+def test_host_memory_of_tiers_is_doubted_when_this_machine_has_not_that_much_alone_or_beside_the_kv_cache() -> None:
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def doubts(host_bytes: int, kv_bytes: int = 1 << 20, count: int = 1, device: str = "cpu") -> list[str]:
+        pool = f"{{count: {count}, kv_memory: {kv_bytes}B, tiers: {{host_memory: {host_bytes}B}}}}"
+        return list(doubts_here(config_from_text(f"model: {{device: {device}}}\npools: {{decode: {pool}}}")))
+
+    assert doubts(here // 2, here // 4) == []
+    for too_much in (doubts(here * 2), doubts(here * 2 // 3, count=2), doubts(here * 2, device="cuda")):
+        (doubt,) = too_much
+        assert doubt.startswith("pools.decode.tiers.host_memory: ")
+        assert doubt.endswith(f"is more than the {here >> 30} GiB of this machine")
+    (doubt,) = doubts(here // 2, here * 2 // 3)
+    assert doubt.startswith("pools.decode.tiers.host_memory: 1 times ")
+    assert " of KV cache is more than the " in doubt
+    assert doubts(here // 2, here * 2 // 3, device="cuda") == [], "there the KV cache is elsewhere"
+    (doubt,) = doubts(1 << 20, here * 2)
+    assert doubt.startswith("pools.decode.kv_memory: "), "a small tier is not what is too large"
 
 
 def test_a_check_doubts_a_disk_tier_that_can_have_no_folder_here(tmp_path: Path) -> None:

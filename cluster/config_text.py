@@ -480,10 +480,11 @@ def _engine_paths(role: str, stated: Collection[str]) -> dict[str, str]:
 
 
 def engine_keys(config: TandemConfig, role: str) -> dict[str, str]:
-    """The same for people: with file and line where the config's file says it. With it the transfer's settings that
-    only a worker can judge."""
+    """The same for people: with file and line where the config's file says it. With it the settings of the transfer and
+    of the lower tiers that only a worker can judge."""
     paths = _engine_paths(role, config.places)
     paths |= {"staging_bytes": "transfer.staging_memory", "net_device": "transfer.net_device"}
+    paths["host_bytes"] = f"pools.{role}.tiers.host_memory"
     told = {field: (config.places.get(path), path) for field, path in paths.items()}
     return {field: f"{place}: {path}" if place else path for field, (place, path) in told.items()}
 

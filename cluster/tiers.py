@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.info import EngineInfo
 from kvtransfer.tiers.store import TierStore
 from kvtransfer.tiers.types import TierSettings
@@ -33,8 +34,15 @@ def attach(
 
     A prefill worker's tiered prefixes stay announced, because it loads them for whatever prompt comes. A decode
     worker's are not: only prompts that it computes itself would find them, a handed-over prompt brings its own KV.
+
+    Raises ConfigError when this machine has not the memory.
     """
-    store = TierStore(engine.info.block_bytes, settings, fingerprint=fingerprint(engine.info), clock=clock, wake=wake)
+    info = engine.info
+    try:
+        store = TierStore(info.block_bytes, settings, fingerprint=fingerprint(info), clock=clock, wake=wake)
+    except (OSError, OverflowError, MemoryError) as error:
+        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
+        raise ConfigError("host_bytes", settings.host_bytes, remedy) from error
     engine.attach_tiers(store, announce=role == "prefill")
     return store
 

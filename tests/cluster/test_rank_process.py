@@ -16,12 +16,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cluster.config_text import config_from_text
 from cluster.control import Control, ControlSettings, WorkerDied, WorkerUnfit
 from cluster.events import Publisher, Subscriber
 from cluster.ipc import RankSettings, to_json
 from cluster.node_client import NodeClient
 from cluster.rank import transport_hosts
 from cluster.streams import FrameHub
+from cluster.wiring import rank_settings
 from cluster.worker import WorkerSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -338,6 +340,25 @@ def test_sockets_bind_the_address_of_the_network_device_that_is_named(
         assert transport_hosts(settings) == hosts
 
 
+UNFIT_TIERS = {
+    "more than any machine has": (
+        "host_memory: 1024TiB",
+        "host_memory",
+        r"no more than this machine has: \[Errno 12\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tiers", "key", "must_be"), UNFIT_TIERS.values(), ids=UNFIT_TIERS)
+async def test_lower_tiers_that_cannot_be_are_refused_for_good_by_the_files_own_name(
+    checkpoint: Path, tiers: str, key: str, must_be: str
+) -> None:
+    told = config_from_text(f"pools:\n  decode:\n    tiers: {{{tiers}}}\n", "sla.yaml")
+    worker = Control(ControlSettings(secret=SECRET), rank_settings(told, "decode-0", checkpoint))
+    with pytest.raises(WorkerUnfit, match=rf"sla\.yaml:3: pools\.decode\.tiers\.{key}: is \d+; it must be {must_be}"):
+        await worker.start()
+
+
 async def test_events_are_heard_only_by_who_shares_the_secret(heard: Subscriber) -> None:
     publisher = Publisher(SECRET)
     stranger, friend = Subscriber("another secret"), heard
@@ -385,6 +406,7 @@ def recording(method: Callable[[Question], object], told: asyncio.Queue[object])
 
 ONLY_A_CONTROL = """
 import asyncio, json, sys
+from cluster.config_text import config_from_text
 from cluster.control import Control, ControlSettings
 from cluster.ipc import from_json
 

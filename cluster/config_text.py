@@ -484,7 +484,7 @@ def engine_keys(config: TandemConfig, role: str) -> dict[str, str]:
     of the lower tiers that only a worker can judge."""
     paths = _engine_paths(role, config.places)
     paths |= {"staging_bytes": "transfer.staging_memory", "net_device": "transfer.net_device"}
-    paths["host_bytes"] = f"pools.{role}.tiers.host_memory"
+    paths |= {entry.field: f"pools.{role}.tiers.{key}" for key, entry in _TIERS.keys.items()}
     told = {field: (config.places.get(path), path) for field, path in paths.items()}
     return {field: f"{place}: {path}" if place else path for field, (place, path) in told.items()}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.info import EngineInfo
+from kvtransfer.tiers import block_file
 from kvtransfer.tiers.store import TierStore
 from kvtransfer.tiers.types import TierSettings
 
@@ -35,9 +36,11 @@ def attach(
     A prefill worker's tiered prefixes stay announced, because it loads them for whatever prompt comes. A decode
     worker's are not: only prompts that it computes itself would find them, a handed-over prompt brings its own KV.
 
-    Raises ConfigError when this machine has not the memory.
+    Raises ConfigError when this machine has not the memory, or a tier could not hold one block.
     """
     info = engine.info
+    if fault := too_small(settings, info.block_bytes):
+        raise fault
     try:
         store = TierStore(info.block_bytes, settings, fingerprint=fingerprint(info), clock=clock, wake=wake)
     except (OSError, OverflowError, MemoryError) as error:
@@ -45,6 +48,18 @@ def attach(
         raise ConfigError("host_bytes", settings.host_bytes, remedy) from error
     engine.attach_tiers(store, announce=role == "prefill")
     return store
+
+
+def too_small(settings: TierSettings, block_bytes: int) -> ConfigError | None:
+    """What is wrong with tiers of which one would never hold a block."""
+    if settings.host_bytes < block_bytes:
+        return ConfigError("host_bytes", settings.host_bytes, f"at least {block_bytes}, the bytes of one KV block")
+    file_bytes = block_file.HEADER_BYTES + block_bytes
+    if settings.disk_path is not None and settings.disk_bytes < file_bytes:
+        return ConfigError(
+            "disk_bytes", settings.disk_bytes, f"at least {file_bytes}, the bytes of one KV block's file"
+        )
+    return None
 
 
 def fingerprint(info: EngineInfo) -> str:

@@ -13,8 +13,10 @@ from cluster.config_text import ConfigFileError, config_from_text
 from cluster.config_words import describe
 from cluster.ipc import from_json, to_json
 from cluster.local import LocalCluster
+from cluster.tiers import too_small
 from cluster.wiring import rank_settings
 from engine.types import Request
+from kvtransfer.tiers.block_file import HEADER_BYTES
 from kvtransfer.tiers.types import TierSettings
 from tests.cluster.local_rig import config, ids, request, running
 from tests.cluster.test_local_metrics import shown
@@ -97,3 +99,14 @@ def test_the_file_names_each_pools_tiers_and_every_worker_has_a_folder_of_its_ow
 def test_tiers_without_host_memory_are_refused_by_name() -> None:
     with pytest.raises(ConfigFileError, match="needs 'host_memory' too"):
         config_from_text("pools: {decode: {tiers: {disk_path: /x}}}")
+
+
+def test_a_tier_holds_one_block_or_is_refused_with_the_bytes_of_one() -> None:
+    def refused(host_bytes: int, disk_bytes: int = 0, disk_path: str | None = "/kv") -> str:
+        settings = TierSettings(host_bytes=host_bytes, disk_path=disk_path, disk_bytes=disk_bytes)
+        return str(too_small(settings, 4096) or "")
+
+    file_bytes = HEADER_BYTES + 4096
+    assert refused(4096, file_bytes) == refused(4096, disk_path=None) == ""
+    assert refused(4095, file_bytes) == "host_bytes is 4095; it must be at least 4096, the bytes of one KV block"
+    assert f"disk_bytes is {file_bytes - 1}; it must be at least {file_bytes}, " in refused(4096, file_bytes - 1)

@@ -346,6 +346,12 @@ UNFIT_TIERS = {
         "host_memory",
         r"no more than this machine has: \[Errno 12\]",
     ),
+    "less than a block": ("host_memory: 1KiB", "host_memory", r"at least \d+, the bytes of one KV block"),
+    "a disk for less than a block": (
+        "host_memory: 1MiB, disk_path: /x, disk_space: 1KiB",
+        "disk_space",
+        r"at least \d+, the bytes of one KV block's file",
+    ),
 }
 
 

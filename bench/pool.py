@@ -190,7 +190,7 @@ def report(args: argparse.Namespace, contenders: list[Contender], same: int) -> 
         for tier in load.tiers:
             rate = tier.loaded_bytes / tier.load_seconds / 1e9 if tier.load_seconds else 0.0
             print(f"    {tier.name}: {tier.stored} blocks stored, {tier.hits} loaded at {rate:.2f} GB/s,", end=" ")
-            print(f"{tier.misses} missed, {tier.failed} failed, {tier.evicted} evicted")
+            print(f"{tier.misses} missed, {tier.failed} failed, {tier.evicted} evicted, {tier.dropped} dropped")
     base = statistics.median(contenders[0].ttft_s)
     ratios = {f"{one.name}_vs_recompute": round(base / statistics.median(one.ttft_s), 3) for one in contenders[1:]}
     print(json.dumps({"bench": "pool", "ratios": ratios}))

@@ -368,6 +368,7 @@ _TIER_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_tier_loaded_bytes", "Bytes read", "loaded_bytes"),
     (_COUNTER, "tandem_tier_load_seconds", "Time in reads", "load_seconds"),
     (_COUNTER, "tandem_tier_evicted", "KV blocks that made room for others", "evicted"),
+    (_COUNTER, "tandem_tier_dropped", "Of the evicted KV blocks, those that no tier had any more", "dropped"),
     (_COUNTER, "tandem_tier_failed", "Reads and writes that failed or came too late", "failed"),
 )
 _RATE_SERIES: tuple[tuple[str, str, str], ...] = (

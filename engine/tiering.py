@@ -75,6 +75,7 @@ class Counters(Protocol):
     hits: int
     misses: int
     evicted: int
+    dropped: int
     failed: int
     stored_bytes: int
     loaded_bytes: int

@@ -240,7 +240,8 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class TierLoad:
     """What one lower tier of KV holds, and has done since the start. `hits` are blocks that were read, verified and
-    used; `misses` were counted on and did not come; `failed` are reads and writes that went wrong or came too late."""
+    used; `misses` were counted on and did not come; of the `evicted` no tier had the `dropped` any more; `failed` are
+    reads and writes that went wrong or came too late."""
 
     name: str
     capacity_bytes: int = 0
@@ -249,6 +250,7 @@ class TierLoad:
     hits: int = 0
     misses: int = 0
     evicted: int = 0
+    dropped: int = 0
     failed: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0

@@ -53,7 +53,7 @@ class Lost(OSError):
 class DiskTier:
     """At most `capacity_bytes` of files under `root`, of blocks of one size and one `fingerprint`.
 
-    `changed` is told every key that came or went.
+    `changed` is told every key that came or went; `elsewhere` says whether a key that goes is kept without it.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class DiskTier:
         fsync: bool = False,
         faults: TierFaults | None = None,
         changed: Callable[[bytes], None] = lambda key: None,
+        elsewhere: Callable[[bytes], bool] = lambda key: False,
     ) -> None:
         self.counters = TierCounters(NAME, capacity_bytes=capacity_bytes)
         self.faults = faults or TierFaults()
@@ -83,6 +84,7 @@ class DiskTier:
         self._timeout_s = timeout_s
         self._fsync = fsync
         self._changed = changed
+        self._elsewhere = elsewhere
         self._complaints = Complaints(_log, clock)
         self._index: OrderedDict[bytes, None] = OrderedDict()
         self._writing: set[bytes] = set()
@@ -240,7 +242,7 @@ class DiskTier:
             victim, _ = self._index.popitem(last=False)
             victims.append(victim)
             self._changed(victim)
-        self.counters.evicted += len(victims)
+        self._evicted(victims)
         self._count()
         return victims
 
@@ -313,7 +315,7 @@ class DiskTier:
                 self._index[key] = None
                 self._changed(key)
             self._count()
-            self.counters.evicted += len(surplus)
+            self._evicted(surplus)
             self._leave(surplus)
 
         self._submit(Job(work, float("inf"), ended, lasting=True))
@@ -360,6 +362,10 @@ class DiskTier:
     def _failed(self, kind: str, message: str) -> None:
         self.counters.failed += 1
         self._complaints.say(kind, message)
+
+    def _evicted(self, keys: list[bytes]) -> None:
+        self.counters.evicted += len(keys)
+        self.counters.dropped += sum(not self._elsewhere(key) for key in keys)
 
     def _count(self) -> None:
         self.counters.used_bytes = len(self._index) * self._file_bytes

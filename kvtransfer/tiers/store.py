@@ -96,6 +96,7 @@ class TierStore:
                 fsync=settings.fsync,
                 faults=self.faults,
                 changed=self._note,
+                elsewhere=self._host.__contains__,
             )
         staging = STAGING_BLOCKS if self._disk is not None else 0
         self._staging = memoryview(mmap.mmap(-1, max(1, staging * block_bytes)))
@@ -169,6 +170,7 @@ class TierStore:
             self._host.release(entry)
         self._note(key)
         if victim is not None:
+            self._host.counters.dropped += victim not in self
             self._note(victim)
         self._spill()
         return stored

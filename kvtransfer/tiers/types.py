@@ -32,6 +32,9 @@ class TierCounters:
     misses: int = 0
     """Blocks that were asked for, counted on and not delivered."""
     evicted: int = 0
+    """Blocks that made room for others."""
+    dropped: int = 0
+    """Of these, the ones that no tier had any more: the next one had no place for them, or there is none."""
     failed: int = 0
     """Reads and writes that went wrong or came too late."""
     stored_bytes: int = 0

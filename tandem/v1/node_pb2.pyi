@@ -905,7 +905,7 @@ class EngineLoad(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., live_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., swapped: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., swap_total_blocks: _Optional[int] = ..., swap_used_blocks: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., tier_loads: _Optional[int] = ..., tier_recomputes: _Optional[int] = ...) -> None: ...
 
 class TierLoad(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "stored", "hits", "misses", "evicted", "failed", "stored_bytes", "loaded_bytes", "load_seconds")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "stored", "hits", "misses", "evicted", "failed", "stored_bytes", "loaded_bytes", "load_seconds", "dropped")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -917,6 +917,7 @@ class TierLoad(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -928,7 +929,8 @@ class TierLoad(_message.Message):
     stored_bytes: int
     loaded_bytes: int
     load_seconds: float
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., stored: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
+    dropped: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., stored: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class TransferCounters(_message.Message):
     __slots__ = ("scheme", "pushes", "push_bytes", "push_seconds", "receives", "receive_bytes", "in_flight", "failed", "staged_bytes")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtransfer.tiers
+from kvtransfer.tiers.block_file import HEADER_BYTES
 from kvtransfer.tiers.faults import TierFault
 from kvtransfer.tiers.store import STAGING_BLOCKS, TierStore
 from kvtransfer.tiers.types import TierSettings
@@ -34,7 +35,8 @@ class Rig:
     def __init__(self, folder: Path, **settings: object) -> None:
         self.bell = threading.Event()
         self.now = 100.0
-        made = TierSettings(host_bytes=HOST_BLOCKS * SIZE, disk_path=str(folder), disk_bytes=1 << 20)
+        sizes = {"host_bytes": HOST_BLOCKS * SIZE, "disk_bytes": 1 << 20}
+        made = TierSettings(disk_path=str(folder), **sizes | settings)  # type: ignore[arg-type]
         self.store = TierStore(SIZE, made, fingerprint="m", clock=lambda: self.now, wake=self.bell.set)
         self.until(self.store._disk.__class__.answering.fget)  # type: ignore[union-attr,attr-defined]
 
@@ -118,6 +120,38 @@ def test_what_is_put_comes_back_from_wherever_it_is(rig: Rig) -> None:
     host, disk = of(rig, "host"), of(rig, "disk")
     assert host.hits + disk.hits == 43  # type: ignore[attr-defined]
     assert host.misses == disk.misses == host.failed == disk.failed == 0  # type: ignore[attr-defined]
+
+
+def test_a_block_that_a_lagging_disk_has_no_place_for_yet_is_counted_as_dropped(rig: Rig) -> None:
+    rig.put(*range(40))
+    host = of(rig, "host")
+    assert host.evicted >= 30  # type: ignore[attr-defined]
+    assert host.dropped == 0, "all went to disk"  # type: ignore[attr-defined]
+    rig.store.faults.add("write", TierFault.DELAY)
+    for number in range(40, 80):
+        assert rig.store.put(key(number), block(number))
+    gone = [number for number in range(80) if key(number) not in rig.store]
+    assert host.dropped == len(gone) > 0  # type: ignore[attr-defined]
+
+
+def test_what_leaves_the_disk_is_dropped_only_where_host_memory_has_it_no_more(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, disk_bytes=2 * (HEADER_BYTES + SIZE))
+    rig.store.faults.add("write", TierFault.DELAY)
+    for number in range(HOST_BLOCKS):
+        assert rig.store.put(key(number), block(number))
+    rig.store.touch(key(0))  # on its way to disk: it is to stay here too
+    rig.store.faults.clear()
+    rig.settled()
+    disk = of(rig, "disk")
+    assert (disk.stored, disk.evicted) == (2, 0)  # type: ignore[attr-defined]
+    rig.put(10)
+    assert rig.store.where([key(0)]) == ("host",)
+    assert key(1) not in rig.store
+    assert (disk.evicted, disk.dropped) == (2, 1)  # type: ignore[attr-defined]
+    rig.put(*range(11, 60))
+    gone = [number for number in range(60) if key(number) not in rig.store]
+    assert sum(one.dropped for one in rig.store.counters()) == len(gone)
+    rig.store.shutdown()
 
 
 def test_a_load_ends_at_the_block_that_fails_and_counts_what_did_not_come(rig: Rig) -> None:

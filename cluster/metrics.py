@@ -344,7 +344,7 @@ _LOAD_SERIES: tuple[tuple[_Family, str, str, str], ...] = (
     (_COUNTER, "tandem_worker_prefix_hit_tokens", "Tokens found in the prefix cache", "prefix_hits"),
     (_COUNTER, "tandem_worker_prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
     (_COUNTER, "tandem_worker_generated_tokens", "Tokens generated", "generated_tokens"),
-    (_COUNTER, "tandem_worker_tier_loads", "Prompts whose prefix was loaded from lower tiers", "tier_loads"),
+    (_COUNTER, "tandem_worker_tier_loads", "Prompts of whose prefix lower tiers brought some", "tier_loads"),
     (_COUNTER, "tandem_worker_tier_recomputes", "Prompts for which computing was estimated faster", "tier_recomputes"),
 )
 _FETCH_SERIES: tuple[tuple[str, str, Callable[[FetchCounters, int], float]], ...] = (

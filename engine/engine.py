@@ -456,7 +456,7 @@ class Engine:
             swap_total_blocks=roster.slots.total,
             swap_used_blocks=roster.slots.total - roster.slots.free,
             tiers=tiers.load() if tiers is not None else (),
-            tier_loads=tiers.loads_chosen if tiers is not None else 0,
+            tier_loads=tiers.loads_delivered if tiers is not None else 0,
             tier_recomputes=tiers.loads_declined if tiers is not None else 0,
         )
 

@@ -155,7 +155,8 @@ class Tiering:
         mode: str = "auto",
         announce: bool = False,
     ) -> None:
-        self.loads_chosen = 0
+        self.loads_delivered = 0
+        """Ended ones that brought a block or more."""
         self.loads_declined = 0
         self.decisions: deque[str] = deque(maxlen=64)
         """The last ones, for those who ask why."""
@@ -304,9 +305,7 @@ class Tiering:
         size = self._block_size
         prompt = Prompt(len(seq.tokens), found * size, size, self._block_bytes, self._step_tokens)
         choice = choose(prompt, tiers, {tier: self._speed(tier) for tier in tiers}, times, self.mode)
-        if choice.blocks:
-            self.loads_chosen += 1
-        else:
+        if not choice.blocks:
             self.loads_declined += 1
             seq.loads = seq.preemptions + 1
             for tier in set(tiers):
@@ -359,6 +358,7 @@ class Tiering:
     def _end(self, load: _Load, *, cancelled: bool = False) -> None:
         del self._loads[load.seq.name]
         load.seq.state = State.WAITING
+        self.loads_delivered += load.arrived > 0
         self._store.close(load.number)
         self._pool.release([*load.found, *load.fresh])
         if not cancelled:

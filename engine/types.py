@@ -289,5 +289,5 @@ class EngineLoad:
     swap_used_blocks: int = 0
     tiers: tuple[TierLoad, ...] = ()
     tier_loads: int = 0
-    """Prompts whose prefix was loaded from a lower tier, and those that computed because that was estimated faster."""
+    """Prompts of whose prefix lower tiers brought some, and those that computed because that was estimated faster."""
     tier_recomputes: int = 0

@@ -110,6 +110,16 @@ def test_two_of_the_same_prompt_share_one_load_and_a_salt_has_its_own() -> None:
     assert tier(engine).hits == 10
 
 
+@pytest.mark.parametrize(("damaged", "hits", "loads"), [(10, 0, 0), (1, 9, 1)])
+def test_a_load_counts_if_it_brought_a_block(damaged: int, hits: int, loads: int) -> None:
+    engine, store = tiered(16, HOST_ONLY)
+    store.faults.add("put", TierFault.CORRUPT, count=damaged)  # of ten, the leaf first
+    answered(engine, prompt_of(161))
+    flood(engine)
+    answered(engine, prompt_of(161), request_id="again")
+    assert (tier(engine).hits, engine.load(0.0).tier_loads) == (hits, loads)
+
+
 def test_prompt_logprobs_are_computed_whatever_lies_in_a_tier() -> None:
     engine, _ = tiered(16, HOST_ONLY)
     answered(engine, prompt_of(161))
@@ -183,6 +193,7 @@ def test_a_disk_that_does_not_answer_costs_the_loads_deadline_and_the_prompt_is_
     assert story.tokens("x") == expected(prompt_of(161), 8)
     assert story.last("x").cached_tokens == 0
     assert tier(engine, "disk").misses > 0
+    assert engine.load(0.0).tier_loads == 0
     assert quiet(engine)
 
 

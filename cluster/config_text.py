@@ -382,7 +382,10 @@ class _Walk:
 
 
 def unknown_key(name: str, valid: Mapping[str, Setting | Section | ClassTable], path: str) -> str:
-    """What to say of a key that does not exist: the nearest that does, or the section where it belongs."""
+    """What to say of a key that does not exist: those that go on where it ends, or else the nearest that does and the
+    section where it belongs."""
+    if longer := [repr(key) for key in valid if key.startswith(f"{_folded(name)}_")]:
+        return f"there is no such key here; did you mean {' or '.join(longer)}?"
     folded = {entry.field: key for key, entry in valid.items()} | {_folded(key): key for key in valid}
     near = difflib.get_close_matches(_folded(name), folded, n=1, cutoff=0.6)
     homes = [home for home in _homes(ROOT, name) if home != path]

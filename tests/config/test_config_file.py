@@ -194,6 +194,8 @@ UNKNOWN_KEYS = {
     "a key of a neighbour section": ("gateway:\n  checksums: true\n", 2, "gateway.checksums", "under transfer"),
     "a hyphen": ("pools:\n  decode:\n    max-num-seqs: 4\n", 3, "pools.decode.max-num-seqs", "'max_num_seqs'"),
     "capitals": ("gateway:\n  HTTP_Port: 80\n", 2, "gateway.HTTP_Port", "'http_port'"),
+    "only the beginning of a key": ("gateway:\n  api-key: K\n", 2, "gateway.api-key", "'api_key_env'?"),
+    "the beginning of two": ("pools:\n  decode:\n    max: 4\n", 3, "pools.decode.max", "'max_num_batched_tokens' or '"),
     "bytes for memory": ("pools:\n  decode:\n    swap_bytes: 1\n", 3, "pools.decode.swap_bytes", "'swap_memory'"),
     "nothing near": ("cluster:\n  zzzzzz: 1\n", 2, "cluster.zzzzzz", "namespace, ray_address, num_cpus"),
 }
@@ -204,6 +206,14 @@ def test_an_unknown_key_is_refused_naming_the_nearest(text: str, line: int, path
     said = problem(text)
     assert said.startswith(f"sla.yaml:{line}: {path}: there is no such key here; ")
     assert hint in said
+
+
+def test_a_key_that_begins_as_written_is_nearer_than_the_same_word_in_another_section() -> None:
+    with pytest.raises(ConfigFileError) as refused:
+        config_from_text("pools: {decode: {tiers: {host: 1GiB}}}", "sla.yaml")
+    unknown, missing = refused.value.problems
+    assert unknown.endswith("pools.decode.tiers.host: there is no such key here; did you mean 'host_memory'?")
+    assert missing.endswith("needs 'host_memory' too")
 
 
 BAD_VALUES = {

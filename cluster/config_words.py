@@ -56,9 +56,18 @@ def _doubts_of_disks(config: TandemConfig) -> Iterator[str]:
         if tiers is None or tiers.disk_path is None:
             continue
         there = next(place for place in (Path(tiers.disk_path), *Path(tiers.disk_path).parents) if place.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            why = f"{there} is {'not writable' if there.is_dir() else 'no folder'} on this machine"
+        if what := _unfit_for_files(there):
+            why = f"{there} is {what} on this machine"
             yield f"pools.{role}.tiers.disk_path: {why}: no KV is kept there; name one that workers may fill"
+
+
+def _unfit_for_files(there: Path) -> str | None:
+    """What it is instead of a folder to fill. /proc and its like tell root that it may write, but have no blocks."""
+    if not there.is_dir():
+        return "no folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return "not writable"
+    return None if os.statvfs(there).f_blocks else "no place for files"
 
 
 def _doubts_of_devices(net_device: str | None) -> Iterator[str]:

@@ -305,7 +305,8 @@ class DiskTier:
 
         def ended(error: Exception | None) -> None:
             if error is not None:
-                self._failed("open", f"the disk tier under {self._root} cannot be used yet: {error}")
+                meanwhile = "KV is kept in host memory alone and it is tried again"
+                self._failed("open", f"the disk tier under {self._root} cannot be opened, {meanwhile}: {error}")
                 self._rest()
                 return
             self._open = True

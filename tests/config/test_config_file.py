@@ -458,6 +458,9 @@ def test_a_check_doubts_a_disk_tier_that_can_have_no_folder_here(tmp_path: Path)
     for folder in (taken, taken / "below"):
         (doubt,) = doubts(folder)
         assert doubt.startswith(f"pools.prefill.tiers.disk_path: {taken} is no folder")
+    (doubt,) = doubts(Path("/proc/nope"))
+    as_whom = "no place for files" if os.access("/proc", os.W_OK) else "not writable"
+    assert doubt.startswith(f"pools.prefill.tiers.disk_path: /proc is {as_whom} on this machine: no KV is kept there")
 
 
 def test_a_check_doubts_network_devices_that_are_not_here() -> None:

@@ -259,9 +259,14 @@ def test_a_folder_that_is_removed_or_replaced_is_noticed_forgotten_and_made_anew
     second.tier.close()
 
 
-def test_a_disk_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_opened_is_tried_again_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "kv").write_text("in the way")
     rig = Rig(tmp_path / "kv")
+    (line,) = caplog.messages
+    assert "cannot be opened, KV is kept in host memory alone and it is tried again: " in line
+    assert os.strerror(errno.EEXIST) in line
     assert not rig.tier.answering
     assert not rig.write(0)
     (tmp_path / "kv").unlink()

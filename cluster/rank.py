@@ -253,12 +253,13 @@ def transport_hosts(settings: RankSettings) -> tuple[str, str | None]:
 
 
 def staging_memory(settings: RankSettings) -> memoryview:
-    """Raises TransferError when the machine has not that much."""
+    """Raises ConfigError when the machine has not that much."""
     make = SharedMemory if "shm" in settings.transports else private_memory
     try:
         return memoryview(make(settings.staging_bytes))
     except (OSError, OverflowError, ValueError) as error:
-        raise TransferError(f"staging memory of {settings.staging_bytes} bytes cannot be had: {error}") from error
+        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
+        raise ConfigError("staging_bytes", settings.staging_bytes, remedy) from error
 
 
 if __name__ == "__main__":

@@ -312,10 +312,15 @@ async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         await asyncio.wait_for(worker.start(), 60)
 
 
-async def test_staging_memory_that_holds_no_block_is_refused_for_good(checkpoint: Path) -> None:
-    small = control("d0", "decode", checkpoint, staging="always", staging_bytes=1024)
-    with pytest.raises(WorkerUnfit, match=r"staging_bytes: is 1024; it must be larger: 0 of its bytes .* a block has"):
-        await small.start()
+@pytest.mark.parametrize(
+    ("staging_bytes", "remedy"),
+    [(1024, "larger: 0 of its bytes .* a block has"), (1 << 60, "no more than this machine has")],
+)
+async def test_staging_memory_that_holds_no_block_or_cannot_be_had_is_refused_for_good(
+    checkpoint: Path, staging_bytes: int, remedy: str
+) -> None:
+    with pytest.raises(WorkerUnfit, match=f"staging_bytes: is {staging_bytes}; it must be {remedy}"):
+        await control("d0", "decode", checkpoint, staging="always", staging_bytes=staging_bytes).start()
 
 
 async def test_a_network_device_that_is_not_here_is_refused_for_good(checkpoint: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,10 +15,11 @@ from cluster.membership import Health
 from cluster.metrics import UNKNOWN, Metrics
 from cluster.outcome import Outcome
 from cluster.snapshot import FASTEST, REASONS
-from engine.types import FinishReason, StepTimes
-from tandem.messages import Code, HandoffReport, TransferCounters
+from engine.types import FinishReason, StepTimes, TierLoad
+from tandem.messages import Code, FetchCounters, HandoffReport, LinkRate, TransferCounters
 from tests.router.worlds import report
 
+DOC = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 CONFIG = TandemConfig(
     classes={"default": SlaClass(), "chat": SlaClass(name="chat", ttft_s=1.0, itl_s=0.1)},
 )
@@ -189,3 +192,19 @@ def test_every_name_is_ours_and_two_registries_do_not_meet(metrics: Metrics) -> 
     metrics.received("smollm2-135m", "chat")
     assert total(other, "tandem_requests_received_total") == 0
     assert all(name.startswith("tandem_") for name, _, _ in samples(metrics))
+
+
+def test_the_docs_list_every_name_with_its_type_labels_and_meaning(metrics: Metrics) -> None:
+    metrics.observe_health("decode-0", "decode", Health.ALIVE)
+    told = report("decode-0", 1, tiers=(TierLoad("host"),))
+    links, fetches = (LinkRate("prefill-0", "shm", 1.0, 2.0, 3.0),), (FetchCounters("prefill-0"),)
+    metrics.observe_report("decode", replace(told, transfers=(TransferCounters("shm"),), links=links, fetches=fetches))
+    metrics.received("smollm2-135m", "chat")
+    metrics.observe_outcome(served(attempts=2, fetch="chosen"))
+    exported = {}
+    for family in metrics.registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {key for sample in family.samples for key in sample.labels} - {"le"}
+        exported[name] = (family.type, labels, family.documentation)
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.+) \|$", DOC.read_text(), re.MULTILINE)
+    assert {name: (kind, set(re.findall(r"`(\w+)`", labels)), what) for name, kind, labels, what in rows} == exported

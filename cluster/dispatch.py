@@ -3,7 +3,7 @@
     place ─▶ Expect (decode) ─▶ Submit (prefill) ─┐
       ▲                             │             ├─▶ one TokenStream ─▶ client
       │                             └─ answer ────┘
-      └──── declined or lost before the first token: place again, without the worker at fault
+      └──── declined or lost: place again, without the worker at fault
 
 1. The router names a pair, or decode alone (local prefill), or refuses.
 2. Decode is told to expect the request; from then on its frames feed the request's stream. Prefill is told to compute
@@ -11,10 +11,11 @@
    there, a refusal ends the stream with an error. So do a lost worker, the deadline and an abort: whatever
    happens to a request is an item of its stream, and `run` is one loop over it. A request may have several sequences:
    they come in one stream, told apart by their index, and it ends with the last of them.
-3. Before the first token UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with
-   back-off once nobody else is left. What one worker says of the other (a failed transfer) is about their link: the
-   other is passed over for a while, not accused. After the first token an error is an error: never a 200 with other
-   text.
+3. UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with back-off once nobody else is
+   left. What one worker says of the other (a failed transfer) is about their link: the other is passed over for a
+   while, not accused. A request that has tokens already takes them along: another decode worker computes prompt and
+   answer so far and goes on, and since everything follows from the tokens, the text is the same. Several sequences
+   cannot do so; there an error after the first token is an error, never a 200 with other text.
 4. A running request may move to another decode worker. Its old one's last delta says so; the new one is asked for the
    rest (`Follow`), and is from then on the one to abort, to suspect and to name in the outcome.
 5. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
@@ -186,6 +187,8 @@ class Flight:
     itl_s: list[float] = field(default_factory=list)
     tokens: int = 0
     """Of all sequences."""
+    generated: list[int] = field(default_factory=list)
+    """The tokens of a request with one sequence: what it goes on behind when its worker is lost."""
     cached_tokens: int = 0
     report: HandoffReport = field(default_factory=HandoffReport)
     early: bool = False
@@ -200,6 +203,11 @@ class Flight:
         """Whether all of its sequences have ended as they should."""
         return len(self.finishes) == self.request.answers
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another decode worker can take it up where it is."""
+        return self.request.branching is None or not self.tokens
+
     def stopped(self, index: int) -> None:
         """The gateway met a stop string. When that was the last sequence, closing the stream is an end, no abort."""
         self.finishes[index] = FinishReason.STOP
@@ -208,6 +216,8 @@ class Flight:
 
     def saw(self, delta: Delta, now: float) -> None:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if self.request.branching is None:
+            self.generated += [token.token_id for token in delta.tokens]
         self._count(delta.index, len(delta.tokens), now)
         if delta.finish in _CODE_OF_FINISH:
             self.failure = Declined(_CODE_OF_FINISH[delta.finish], f"the request ended with {delta.finish}")
@@ -362,11 +372,12 @@ class Dispatch:
         attempt = flight.attempt = self._open(flight, placement)
         if flight.failure is not None:  # aborted while the router chose
             return False
-        request = replace(flight.request, request_id=attempt.request_id)
+        request = _request_of(flight, attempt.request_id)
         await self._workers.open(placement.decode)
         attempt.expected = True
         local = placement.prefill is None
-        expect = Expect(request, self._gateway_id, placement.prefill, placement.fetch if local else None)
+        fetch, generated = placement.fetch if local else None, tuple(flight.generated)
+        expect = Expect(request, self._gateway_id, placement.prefill, fetch, generated)
         answer = await self._workers.ask(placement.decode, expect, self._limits.control_timeout_s)
         if not isinstance(answer, Expected):
             attempt.stream.end(_refusal(answer, placement.decode))
@@ -381,6 +392,8 @@ class Dispatch:
         """Ask the router; while workers were only passed over, ask again until the deadline."""
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         view = replace(flight.view, request_id=attempt_id)
+        if flight.generated:
+            view = view.resume(len(flight.generated))
         while flight.failure is None and self._left_s(flight) > 0:
             try:
                 async with asyncio.timeout(min(self._left_s(flight), self._limits.router_timeout_s)):
@@ -390,7 +403,7 @@ class Dispatch:
                     flight.failure = Declined(Code.UNAVAILABLE, "the router does not answer; try again soon")
                 break
             if isinstance(placed, Placement):
-                flight.placed_s = self._clock()
+                flight.placed_s = flight.placed_s if flight.tokens else self._clock()
                 return placed
             if not flight.passed_over:
                 before = f" (before: {flight.declined.message})" if flight.declined else ""
@@ -415,7 +428,7 @@ class Dispatch:
     def _open(self, flight: Flight, placement: Placement) -> Attempt:
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         flight.attempts += 1
-        stream = self._hub.expect(attempt_id, placement.decode, flight.request.answers)
+        stream = self._hub.expect(attempt_id, placement.decode, flight.request.answers, len(flight.generated))
         late = Declined(Code.DEADLINE, "the deadline passed: it is the request's timeout_s, else its class's timeout")
         timer = asyncio.get_running_loop().call_later(self._left_s(flight), stream.end, late)
         return Attempt(attempt_id, placement, stream, timer)
@@ -463,7 +476,7 @@ class Dispatch:
             attempt.stream.end(replace(refusal, code=Code.UNAVAILABLE) if refusal.code is Code.STALE else refusal)
 
     async def _declined(self, flight: Flight, attempt: Attempt, error: Declined) -> None:
-        """Try elsewhere if that can help and no token is out; else the request has failed."""
+        """Try elsewhere if that can help; else the request has failed."""
         fault = attempt.at_fault(error)
         flight.declined = error
         if error.code is Code.NO_ROOM or attempt.hearsay(error):
@@ -473,7 +486,7 @@ class Dispatch:
             await self._router.suspect(fault, error.message)
         flight.faults += error.code is not Code.NO_ROOM
         exhausted = flight.faults >= self._limits.attempts
-        if error.code not in RETRYABLE or flight.tokens or exhausted:
+        if error.code not in RETRYABLE or exhausted or not flight.may_go_on:
             flight.failure = flight.failure or error
             return
         log.info("%s: %s declined (%s: %s), placing again", attempt.request_id, fault.name, error.code, error.message)
@@ -516,6 +529,14 @@ class Dispatch:
         for result in results:
             if isinstance(result, BaseException):
                 log.error("%s: could not tell of its end: %r", request_id, result)
+
+
+def _request_of(flight: Flight, attempt_id: str) -> Request:
+    """The request as this attempt asks it; what it has been told it does not ask again."""
+    sampling = flight.request.sampling
+    if flight.generated:
+        sampling = replace(sampling, prompt_logprobs=None)
+    return replace(flight.request, request_id=attempt_id, sampling=sampling)
 
 
 def _fetch_decision(placement: Placement | None) -> str:

@@ -26,7 +26,7 @@ from cluster.policies import POLICIES, Policy
 from cluster.policies.estimates import uncached
 from cluster.probe_turns import Pair, ProbeTurns
 from cluster.replay import Replays
-from cluster.snapshot import Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
+from cluster.snapshot import RESUMED, Placement, Refusal, RequestView, RoutingKnobs, Snapshot, WorkerView
 from engine.types import EngineLoad, StepTimes
 from kvtransfer.plan import sizes_fit
 from tandem.messages import (
@@ -92,8 +92,13 @@ class Loaded(NamedTuple):
 
 
 def place(request: RequestView, snapshot: Snapshot, now: float, policy: Policy) -> Placement | Refusal:
-    """The decision itself, pure: the same arguments give the same answer."""
-    return policy(request, snapshot, now)
+    """The decision itself, pure: the same arguments give the same answer. A request that lost its worker is computed
+    where it goes on, whatever the config says of others."""
+    if not request.resumed:
+        return policy(request, snapshot, now)
+    alone = replace(snapshot, knobs=replace(snapshot.knobs, local_prefill="always"))
+    decision = policy(request, alone, now)
+    return replace(decision, reason=RESUMED) if isinstance(decision, Placement) else decision
 
 
 class RouterState:

@@ -12,7 +12,7 @@ holds no blocks yet, but will).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from engine.types import EngineLoad, Request
@@ -27,11 +27,24 @@ FETCHED = "prefix fetched"
 LOCAL_FASTER = "local prefill faster"
 LOCAL_ALWAYS = "local prefill by config"
 LOCAL_ONLY = "no prefill worker"
+RESUMED = "goes on after a loss"
 AT_RISK = "promise at risk"
 FULL = "all full, waits"
 IN_TURN = "next in turn"
 LEAST_LOADED = "least loaded"
-REASONS = (FASTEST, PREFIX, FETCHED, LOCAL_FASTER, LOCAL_ALWAYS, LOCAL_ONLY, AT_RISK, FULL, IN_TURN, LEAST_LOADED)
+REASONS = (
+    FASTEST,
+    PREFIX,
+    FETCHED,
+    LOCAL_FASTER,
+    LOCAL_ALWAYS,
+    LOCAL_ONLY,
+    RESUMED,
+    AT_RISK,
+    FULL,
+    IN_TURN,
+    LEAST_LOADED,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,9 @@ class RequestView:
     itl_s: float | None = None
     priority: int = 0
     deadline_s: float | None = None
+    resumed: bool = False
+    """It lost its decode worker, and another is to compute prompt and answer so far (both are `prompt_tokens`) and to
+    go on."""
 
     @classmethod
     def of(cls, request: Request, prefix_keys: tuple[bytes, ...]) -> Self:
@@ -67,6 +83,11 @@ class RequestView:
             priority=request.priority,
             deadline_s=request.deadline_s,
         )
+
+    def resume(self, generated: int) -> Self:
+        """The same request, of which so many tokens are there already."""
+        tokens, left = self.prompt_tokens + generated, max(1, self.max_tokens - generated)
+        return replace(self, prompt_tokens=tokens, max_tokens=left, resumed=True)
 
     @property
     def expected_output_tokens(self) -> int:

@@ -30,9 +30,10 @@ MOST_EARLY = 1024
 
 
 class TokenStream:
-    """The news of one request, in order: `async for delta in stream`. `sequences` are told apart by their index."""
+    """The news of one request, in order: `async for delta in stream`. `sequences` are told apart by their index;
+    another stream has told the `first` tokens of the only one."""
 
-    def __init__(self, request_id: str, worker: WorkerRef, sequences: int = 1) -> None:
+    def __init__(self, request_id: str, worker: WorkerRef, sequences: int = 1, first: int = 0) -> None:
         self.request_id = request_id
         self.worker = worker
         self._move = 0
@@ -42,7 +43,7 @@ class TokenStream:
         """(worker, incarnation, news) of moves that the present worker has not told of yet."""
         self._deltas: deque[Delta] = deque()
         self._news = asyncio.Event()
-        self._next_seq: Counter[int] = Counter()
+        self._next_seq: Counter[int] = Counter({0: first})
         self._open = set(range(sequences))
         self._ended = False
 
@@ -132,11 +133,11 @@ class FrameHub:
     def __init__(self) -> None:
         self._streams: dict[str, TokenStream] = {}
 
-    def expect(self, request_id: str, worker: WorkerRef, sequences: int = 1) -> TokenStream:
+    def expect(self, request_id: str, worker: WorkerRef, sequences: int = 1, first: int = 0) -> TokenStream:
         """Open the stream of a request before its worker hears of it. The caller releases it in a `finally`."""
         if request_id in self._streams:
             raise ValueError(f"request {request_id} already has a stream")
-        stream = self._streams[request_id] = TokenStream(request_id, worker, sequences)
+        stream = self._streams[request_id] = TokenStream(request_id, worker, sequences, first)
         return stream
 
     def deliver(self, frame: Frame) -> None:

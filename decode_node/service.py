@@ -4,7 +4,7 @@
 yes; the prefill worker's bytes and its Commit then start the decoding. Every decision is `lease.advance` or
 `admission.decide`; here their effects are carried out. Blocks of a lease have two owners, the sequence and the
 transfer; the second is let go only by the transfer's `Quiet`, and a peer that leaves us waiting for it is cut off. With
-`prefill=None` the engine computes the prompt itself and the rest is the same.
+`prefill=None` the engine computes the prompt itself, and what a lost worker had generated, and the rest is the same.
 
 New tokens leave as one frame per gateway and step, numbered without holes. Of a request with several sequences each is
 counted by itself; the request ends with the last one, or with the first that fails.
@@ -139,7 +139,9 @@ class DecodeNode:
             self._reply(ask_id, refusal)
             return
         intake = self._intake(request, expect.prefill, now)
-        self._guests[request.request_id] = Guest(request, expect.gateway_id, intake, set(range(request.answers)))
+        guest = Guest(request, expect.gateway_id, intake, set(range(request.answers)))
+        guest.told[0] = len(expect.generated)
+        self._guests[request.request_id] = guest
         self._reply(ask_id, Expected(request.request_id))
 
     def abort(self, request_id: str, reason: FinishReason, now: float) -> bool:
@@ -343,7 +345,9 @@ class DecodeNode:
             return Declined(Code.NO_ROOM, f"{self._limits.max_expected} requests are expected already", by=name)
         try:
             if expect.prefill is None:
-                self._engine.submit(request)
+                self._engine.submit(request, expect.generated)
+            elif expect.generated:
+                raise InvalidRequest("generated", "goes with no prefill worker")
             else:
                 self._engine.check_request(request)
         except InvalidRequest as error:

@@ -49,7 +49,7 @@ from engine.types import (
     StepResult,
     Token,
 )
-from engine.validate import check_fits, validate
+from engine.validate import check_fits, check_token_ids, validate
 
 if TYPE_CHECKING:
     from engine.host_swap import PoolSpans
@@ -210,14 +210,18 @@ class Engine:
         capacity = info.total_blocks * info.block_size
         check_fits(request, capacity, "the KV pool", prompt_only=prompt_only)
 
-    def submit(self, request: Request, *, hold: bool = False) -> None:
+    def submit(self, request: Request, generated: tuple[int, ...] = (), *, hold: bool = False) -> None:
         """Queue a request; with `hold` it stops after its first token and keeps its blocks until `release`.
 
-        Its place in the queue follows from its priority and this engine's clock, not from `arrival_s`. Raises
-        InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV pool.
+        `generated`: the tokens that it has already, from an engine that is lost; it goes on behind them, as if it had
+        been preempted here. Its place in the queue follows from its priority and this engine's clock, not from
+        `arrival_s`. Raises InvalidRequest when it can never run here: see `engine.validate`; or larger than the KV
+        pool; or has several sequences, or nothing to generate, beside what was generated.
         """
         self.check_request(request, prompt_only=hold)
-        self._roster.add(request, self._clock(), hold=hold)
+        if generated:
+            self._check_generated(request, generated)
+        self._roster.add(request, self._clock(), generated, hold=hold)
         self._expect(request)
 
     def lease(self, request: Request, generated: tuple[int, ...] = (), *, spare_blocks: int = 0) -> BlockLease | None:
@@ -504,6 +508,13 @@ class Engine:
         if needed > info.total_blocks:
             message = f"{width} needs up to {needed} blocks; the KV pool has {info.total_blocks}"
             raise InvalidRequest("beam_width", message)
+
+    def _check_generated(self, request: Request, generated: tuple[int, ...]) -> None:
+        check_token_ids("generated", generated, self.info.vocab_size)
+        if request.branching is not None:
+            raise InvalidRequest("generated", "must be empty for several sequences")
+        if self._scheduler.finish_reason(request, Token(generated[-1]), len(generated)) is not None:
+            raise InvalidRequest("generated", "has ended the request already")
 
     def _goes_on(self, seq: Sequence, first: tuple[Token, ...]) -> bool:
         if seq.family:

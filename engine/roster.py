@@ -59,9 +59,11 @@ class Roster:
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float, *, hold: bool = False) -> Sequence:
-        """A new sequence joins the queue."""
+    def add(self, request: Request, now: float, generated: Iterable[int] = (), *, hold: bool = False) -> Sequence:
+        """A new sequence joins the queue; what was `generated` elsewhere is computed with the prompt."""
         seq = self._new(request, now, State.WAITING, hold=hold)
+        for token_id in generated:
+            seq.append(token_id)
         insort(self.waiting, seq, key=_by_order)
         return seq
 

@@ -105,12 +105,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """To decode: this request will come to you; its tokens go to `gateway_id`. `prefill` None: prefill it yourself."""
+    """To decode: this request will come to you; its tokens go to `gateway_id`. `prefill` None: prefill it yourself.
+    `generated`: the tokens that it has from a worker that was lost; go on behind them (without `prefill` only)."""
 
     request: Request
     gateway_id: str
     prefill: WorkerRef | None
     fetch: Fetch | None = None
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

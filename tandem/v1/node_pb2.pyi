@@ -455,16 +455,18 @@ class Fetch(_message.Message):
     def __init__(self, source: _Optional[_Union[WorkerRef, _Mapping]] = ..., tokens: _Optional[int] = ..., patience_s: _Optional[float] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Expect(_message.Message):
-    __slots__ = ("request", "gateway_id", "prefill", "fetch")
+    __slots__ = ("request", "gateway_id", "prefill", "fetch", "generated")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
     request: Request
     gateway_id: str
     prefill: WorkerRef
     fetch: Fetch
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+    generated: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., gateway_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Expected(_message.Message):
     __slots__ = ("request_id",)

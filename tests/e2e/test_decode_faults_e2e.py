@@ -1,5 +1,5 @@
-"""1P2D on real processes: where it listens, a decode worker drained, one killed in the middle of an answer, one
-stopped."""
+"""1P2D on real processes: where it listens, a decode worker drained, one killed in the middle of answers, one stopped;
+and answers that all read as undisturbed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, idle, listening
 
 from cluster import processes
 from tandem import Client
-from tandem.errors import RequestError, UnavailableError
+from tandem.errors import RequestError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-ENDS_WITHIN_S = 10.0
-
-
-FAILED = (UnavailableError.__name__, "")
 ENOUGH = ("told enough", "")
 
 
@@ -33,7 +29,7 @@ class End:
     """How a request ended, on which decode worker if that is known, and when."""
 
     how: tuple[str, str]
-    at_s: float
+    token_ids: tuple[int, ...]
 
 
 class Reader:
@@ -56,10 +52,11 @@ class Reader:
                     self.text += piece.text
                     how = str(piece.finish_reason or ""), piece.served_by.decode_worker
                     if self.enough.is_set():
-                        return End(ENOUGH, time.monotonic())
+                        how = ENOUGH
+                        break
         except RequestError as error:
             how = type(error).__name__, ""
-        return End(how, time.monotonic())
+        return End(how, tuple(self.token_ids))
 
 
 def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode: Cluster) -> None:
@@ -93,25 +90,25 @@ def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: C
     two_decode.until_idle()
 
 
-def test_requests_on_a_killed_decode_worker_fail_in_time_and_the_others_do_not(two_decode: Cluster) -> None:
+def test_answers_of_a_killed_decode_worker_go_on_at_the_other_and_read_as_undisturbed(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     with two_decode.client() as client, ThreadPoolExecutor(4) as pool:
         streams = [Reader(client, max_tokens=400) for _ in range(4)]
         asked = [pool.submit(stream.read) for stream in streams]
-        doomed = _until_all_decode(two_decode, streams)["decode-0"]
-        killed_s = time.monotonic()
+        _until_all_decode(two_decode, streams)
         os.kill(two_decode.control("decode-0"), signal.SIGKILL)
         two_decode.until("it is noticed", lambda status: _health(status, "decode-0") != "alive", timeout_s=6)
         assert ask_capital(client).served_by.decode_worker == "decode-1", "nothing goes to the dead one"
         ended = [future.result(60) for future in asked]
-        assert sorted(end.how for end in ended) == [FAILED] * doomed + [("length", "decode-1")] * (4 - doomed)
-        assert max(end.at_s for end in ended if end.how == FAILED) < killed_s + ENDS_WITHIN_S
+        assert [end.how for end in ended] == [("length", "decode-1")] * 4
+        undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True)
+        assert {end.token_ids for end in ended} == {undisturbed.token_ids}
         two_decode.until_all_alive()
         two_decode.until_all_serve(client, "decode")
     two_decode.until_idle()
 
 
-def test_streams_of_a_stopped_decode_worker_end_when_it_is_fenced(two_decode: Cluster) -> None:
+def test_answers_of_a_stopped_decode_worker_go_on_when_it_is_fenced(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     incarnation = two_decode.worker("decode-1")["incarnation"]
     with two_decode.client() as client, ThreadPoolExecutor(2) as pool:
@@ -122,7 +119,7 @@ def test_streams_of_a_stopped_decode_worker_end_when_it_is_fenced(two_decode: Cl
         os.kill(control, signal.SIGSTOP)
         os.kill(rank, signal.SIGSTOP)
         stopped_s = time.monotonic()
-        assert {asked[0].result(60).how, asked[1].result(60).how} == {FAILED, ("length", "decode-0")}
+        assert [asked[0].result(60).how, asked[1].result(60).how] == [("length", "decode-0")] * 2
         assert time.monotonic() - stopped_s < 60
         two_decode.until("another incarnation", lambda status: _other(status, incarnation), timeout_s=60)
         two_decode.until_all_alive()
@@ -131,8 +128,8 @@ def test_streams_of_a_stopped_decode_worker_end_when_it_is_fenced(two_decode: Cl
 
 
 def _until_all_decode(cluster: Cluster, streams: Sequence[Reader]) -> dict[str, int]:
-    """Wait until all of them decode, some on every decode worker, and each has told its reader a token: from then on it
-    fails with its worker, before it would be tried elsewhere. How many on each."""
+    """Wait until all of them decode, some on every decode worker, and each has told its reader a token. How many on
+    each."""
     running: dict[str, int] = {}
 
     def all_decode(status: dict) -> bool:  # type: ignore[type-arg]

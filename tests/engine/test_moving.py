@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.engine import Engine
-from engine.types import FinishReason, Request, Token
+from engine.errors import InvalidRequest
+from engine.types import Branching, FinishReason, Request, Token
 from tests.engine.fakes import expected, make_engine, make_request, runner_of
 
 PROMPT = list(range(1, 40))
@@ -129,3 +132,26 @@ def test_what_was_not_leased_is_not_adopted() -> None:
     there.abort("r")
     here.abort("r")
     there.check()
+
+
+@pytest.mark.parametrize("before", [1, 9, 10, 25, 79])
+def test_what_a_lost_engine_generated_is_computed_again_and_gone_on_with(before: int) -> None:
+    whole = expected(PROMPT, 80)
+    engine = make_engine()
+    engine.submit(make_request(PROMPT, "r", max_tokens=80, ignore_eos=True), tuple(whole[:before]))
+    assert tokens_of(engine) == whole[before:]
+    engine.check()
+    assert engine.load(0.0).live_blocks == 0
+
+
+def test_a_request_is_not_gone_on_with_behind_its_end_or_as_several() -> None:
+    engine, whole = make_engine(), tuple(expected(PROMPT, 8))
+    ended = make_request(PROMPT, "r", max_tokens=8, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="generated: has ended the request"):
+        engine.submit(ended, whole)
+    with pytest.raises(InvalidRequest, match="generated"):
+        engine.submit(ended, (-1,))
+    with pytest.raises(InvalidRequest, match="generated: must be empty for several"):
+        engine.submit(replace(ended, branching=Branching(n=2)), whole[:2])
+    assert not engine.has_work()
+    engine.check()

@@ -125,7 +125,7 @@ class ScriptedRouter:
         prefill, decode = (self._pick(role, exclude) for role in ("prefill", "decode"))
         if decode is None or prefill is None:
             return Refusal(Code.UNAVAILABLE, "no worker is left")
-        chosen = None if self.local_prefill else prefill
+        chosen = None if self.local_prefill or request.resumed else prefill
         return Placement(
             request_id=request.request_id, prefill=chosen, decode=decode, estimates=Estimates(), reason="scripted"
         )
@@ -198,7 +198,7 @@ class ScriptedWorkers:
             return Aborted(question.request_id, task is not None)
         if isinstance(question, Expect):
             if question.prefill is None:
-                self._start(worker, question.request)
+                self._start(worker, question.request, len(question.generated))
             return Expected(question.request.request_id)
         if isinstance(question, Follow):
             return Followed(question.request_id)
@@ -225,17 +225,18 @@ class ScriptedWorkers:
         self._start(question.decode, request)
         return HandedOver(request.request_id, REPORT, prompt_logprobs)
 
-    def _start(self, worker: WorkerRef, request: Request) -> None:
-        self.running[request.request_id] = asyncio.get_running_loop().create_task(self._stream(worker, request))
+    def _start(self, worker: WorkerRef, request: Request, first: int = 0) -> None:
+        streaming = self._stream(worker, request, first)
+        self.running[request.request_id] = asyncio.get_running_loop().create_task(streaming)
 
-    async def _stream(self, worker: WorkerRef, request: Request) -> None:
+    async def _stream(self, worker: WorkerRef, request: Request, first: int) -> None:
         tokens = self._tokens(request)
         finish = self.finish or (
             FinishReason.LENGTH if len(tokens) >= request.sampling.max_tokens else FinishReason.STOP
         )
         together = request.branching is not None and request.branching.withheld
-        for seq, token in enumerate(tokens):
-            if self.silent or (seq and self.hold):
+        for seq, token in enumerate(tokens[first:], first):
+            if self.silent or (seq > first and self.hold):
                 await self.go.wait()
             last = seq == len(tokens) - 1
             for index in range(0 if together else request.answers):

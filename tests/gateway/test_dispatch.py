@@ -239,14 +239,48 @@ async def test_a_worker_lost_before_the_first_token_is_replaced() -> None:
         assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-1", 2)
 
 
-async def test_a_worker_lost_after_the_first_token_is_an_error_never_other_text() -> None:
+async def test_an_answer_whose_worker_is_lost_goes_on_at_another_behind_the_tokens_that_are_out() -> None:
     async with bench(router=_two_pairs()) as made:
+        made.workers.hold = True
+        flight = await _flight(made, prompt_logprobs=0)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 1)
+        made.hub.lost("decode-0", "1", "killed")
+        await until(lambda: flight.tokens == 2)
+        made.workers.go.set()
+        assert _ids(await running) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.decode, flight.outcome.attempts) == (None, "decode-1", 2)
+        expect = next(question for name, question in made.workers.asked if name == "decode-1")
+        assert isinstance(expect, Expect)
+        assert (expect.prefill, expect.generated) == (None, tuple(ids("H")))
+        assert expect.request.sampling.prompt_logprobs is None, "they have been told"
+        first, again = made.router.placed
+        assert again == replace(first.resume(1), request_id="r0~1")
+    assert made.router.suspects == ["decode-0"]
+
+
+async def test_an_answer_that_nobody_is_left_to_go_on_with_is_an_error_and_keeps_what_it_has() -> None:
+    async with bench() as made:
         made.workers.hold = True
         flight = await _flight(made)
         running = asyncio.create_task(_run(made, flight))
         await until(lambda: flight.tokens == 1)
         made.hub.lost("decode-0", "1", "killed")
         assert _ids(await running) == ids("H")
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.UNAVAILABLE
+        assert "killed" in flight.outcome.message
+
+
+async def test_several_sequences_whose_worker_is_lost_after_the_first_token_are_an_error_never_other_text() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.hold = True
+        flight = await _flight(made, n=2)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 2)
+        made.hub.lost("decode-0", "1", "killed")
+        assert _ids(await running) == ids("HH")
         assert flight.outcome is not None
         assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 1)
 
@@ -529,16 +563,17 @@ async def test_a_client_that_leaves_after_a_move_is_told_to_the_new_worker() -> 
         assert ("decode-0", Abort("r0")) not in made.workers.asked
 
 
-async def test_a_move_that_cannot_be_followed_is_an_error_and_no_other_text() -> None:
+async def test_an_answer_whose_move_cannot_be_followed_goes_on_elsewhere() -> None:
     async with bench(router=_two_pairs()) as made:
         made.workers.declines["decode-1", Follow] = [Declined(Code.STALE, "not asked for in time")]
         made.workers.hold = True
         flight = await _flight(made)
         here, there = (info.ref for info in PAIRS.infos[2:])
         async with asyncio.timeout(5), aclosing(made.dispatch.run(flight)) as deltas:
-            await anext(deltas)
+            assert _ids([await anext(deltas)]) == ids("H")
             made.workers.deliver(here, Delta("r0", 1, moved=there, move=3))
-            assert [delta async for delta in deltas] == []
+            made.workers.go.set()
+            assert _ids([delta async for delta in deltas]) == ids("ello, world")
         assert flight.outcome is not None
-        assert (flight.outcome.code, flight.outcome.decode) == (Code.UNAVAILABLE, "decode-1")
-        assert "in time" in flight.outcome.message
+        assert (flight.outcome.code, flight.outcome.decode) == (None, "decode-0")
+    assert made.router.suspects == ["decode-1"]

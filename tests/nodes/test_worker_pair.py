@@ -584,6 +584,13 @@ def test_of_two_incarnations_of_a_peer_the_later_one_s_rate_is_told() -> None:
     assert told == (LinkRate("d", "shm", 3.0, 3.0, 10.0), LinkRate("e", "shm", 2.0, 2.0, 10.0))
 
 
+def test_a_prompt_that_another_computes_comes_without_generated_tokens(net: Net) -> None:
+    asked = net.ask("d0", Expect(request("r", prompt(5)), "g", net.workers["p0"].info.ref, generated=(1, 2)))
+    net.turn()
+    answer = declined(net.answers[asked])
+    assert (answer.code, answer.message) == (Code.INVALID, "generated: goes with no prefill worker")
+
+
 def test_a_role_takes_only_its_own_work_and_a_draining_worker_none(net: Net) -> None:
     ref = net.workers["d0"].info.ref
     wrong = net.ask("d0", Submit(request("r", prompt(5)), ref))

@@ -23,6 +23,7 @@ dials anew; only a forgotten incarnation stays out.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -122,6 +123,7 @@ class _Outgoing:
     """The source's end of a link."""
 
     def __init__(self, transport: WiredTransport, peer: PeerId, address: WiredAddress) -> None:
+        """Raises `OSError` when there is no socket to dial with."""
         self.peer = peer
         self.connection: Connection
         self._dialling: socket.socket | None = None
@@ -172,11 +174,15 @@ class _Outgoing:
 
     def _dial(self) -> None:
         sock = socket.socket(_family(self._address.host), socket.SOCK_STREAM)
-        sock.setblocking(False)
+        try:
+            sock.setblocking(False)
+            error = sock.connect_ex(self._address.where)
+            self._transport.loop.watch(sock, selectors.EVENT_WRITE, lambda events: self._dialled(sock))
+        except OSError:
+            sock.close()
+            raise
         self._dialling = sock
-        self._transport.loop.watch(sock, selectors.EVENT_WRITE, lambda events: self._dialled(sock))
         self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
-        error = sock.connect_ex(self._address.where)
         if error not in (0, errno.EINPROGRESS):  # within a host the answer comes at once
             self._transport.loop.call(lambda: self.end(self._cannot_connect(error)))
 
@@ -190,9 +196,8 @@ class _Outgoing:
         if stranger := foreign_user(sock):
             self.end(f"cannot connect to {self._address.host}: {stranger}")
             return
-        self._transport.loop.unwatch(sock)
+        self.connection = Connection(sock, self._transport.loop, self._frame, self.end)  # it watches the socket now
         self._dialling = None
-        self.connection = Connection(sock, self._transport.loop, self._frame, self.end)
 
     def _cannot_connect(self, error: int) -> str:
         return f"cannot connect to {self._address.host}:{self._address.port}: {os.strerror(error)}"
@@ -411,7 +416,7 @@ class WiredTransport:
             raise TransferError(f"{peer} was forgotten; only a new incarnation can be connected")
         if self._addresses.get(peer) != where:
             self._addresses[peer] = where
-            self.loop.call(lambda: self._link(peer))
+            self.loop.call(lambda: self._join(peer))
 
     def offer(self, offer: Offer, spans: Sequence[Span]) -> None:
         if self._closed or offer.destination not in self._addresses:
@@ -497,7 +502,12 @@ class WiredTransport:
             return
         self._strangers.add(_Incoming(self, sock))
 
+    def _join(self, peer: PeerId) -> None:
+        with contextlib.suppress(OSError):  # the next offer dials anew, and tells
+            self._link(peer)
+
     def _link(self, peer: PeerId) -> _Outgoing | None:
+        """Raises `OSError` when there is no socket to dial with."""
         address = self._addresses.get(peer)
         if address is None:
             return None
@@ -507,7 +517,12 @@ class WiredTransport:
         return link
 
     def _offer(self, offer: Offer, spans: Spans) -> None:
-        link = self._link(offer.destination)
+        try:
+            link = self._link(offer.destination)
+        except OSError as error:
+            reason = f"cannot connect to {offer.destination}: {error.strerror or error}"
+            self.emit(Sent(offer.key, offer.push_id, reason, unheard=True))
+            return
         if link is None:
             self.emit(Sent(offer.key, offer.push_id, f"{offer.destination} was forgotten"))
         else:

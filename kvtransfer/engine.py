@@ -32,7 +32,7 @@ from kvtransfer.checksum import span_checksums
 from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import FaultPlan, FaultyTransport
-from kvtransfer.frames import MAX_SPANS
+from kvtransfer.frames import MAX_SPANS, check_key, check_names
 from kvtransfer.layout import check_region, check_spans
 from kvtransfer.lingering import LINGER_BYTES, LINGER_S, Lingering
 from kvtransfer.rates import PeerRate, Rates
@@ -135,10 +135,12 @@ class TransferEngine:
         thread) says that `poll` has news, and when `settle` returns, what was last written to the region is there. With
         `checksums` what is sent from here is verified where it arrives.
 
-        Raises `TransferError` for a region that is no writable, contiguous memory of single bytes, and for checksums of
-        a device's memory.
+        Raises `TransferError` for a region that is no writable, contiguous memory of single bytes, for a name longer
+        than `MAX_NAME_CHARS`, and for checksums of a device's memory.
         """
         check_region(region)
+        if problem := check_names(me):
+            raise TransferError(problem)
         if checksums and isinstance(region, DeviceRegion):
             raise TransferError("checksums need memory that can be looked at: stage it, or do without them")
         self.me = me
@@ -180,8 +182,10 @@ class TransferEngine:
     def connect(self, peer: PeerId, scheme: str, address: bytes) -> None:
         """Make `peer` reachable over `scheme`. Idempotent.
 
-        Raises `TransferError` for a bad address, and for a peer that is fenced or was cut off a moment ago.
+        Raises `TransferError` for a bad address or name, and for a peer that is fenced or was cut off a moment ago.
         """
+        if problem := check_names(peer):
+            raise TransferError(problem)
         if peer == self.me:
             raise TransferError(f"{peer} cannot connect to itself")
         if peer in self._fenced:
@@ -250,10 +254,10 @@ class TransferEngine:
         """Send `spans` into spans `first` … of the lease `key` at `peer`; returns the push id of its events.
 
         Smaller `priority` goes first. `deadline_s` is seconds from now until `PushFailed`. Raises `TransferError` when
-        the spans lie outside the region or are more than `MAX_SPANS`, the lease was withdrawn, or the peer is not
-        connected.
+        the spans lie outside the region or are more than `MAX_SPANS`, no offer can carry `key` or `first`
+        (`frames.check_key`), the lease was withdrawn, or the peer is not connected.
         """
-        self._check_push(key, spans, self._region_bytes)
+        self._check_push(key, first, spans, self._region_bytes)
         chosen = self._choose(peer, scheme)
         spans = Spans.of(spans)
         self._settle()
@@ -298,8 +302,11 @@ class TransferEngine:
     # -- destination ---------------------------------------------------------------------------------------------------
 
     def open(self, key: LeaseKey, source: PeerId, spans: Sequence[Span]) -> None:
-        """Grant a lease to one source incarnation. Raises `TransferError` if the key is in use or a span is wrong."""
-        if problem := check_spans(spans, self._region_bytes):
+        """Grant a lease to one source incarnation.
+
+        Raises `TransferError` if the key is in use, a span is wrong, or no offer can carry the names.
+        """
+        if problem := check_key(key) or check_names(source) or check_spans(spans, self._region_bytes):
             raise TransferError(f"{key}: {problem}")
         with self._lock:
             if key in self._leases:
@@ -398,13 +405,13 @@ class TransferEngine:
 
     # -- source, inside ------------------------------------------------------------------------------------------------
 
-    def _check_push(self, key: LeaseKey, spans: Sequence[Span], num_bytes: int) -> None:
-        """Raises `TransferError` for spans that are none, too many, or not within `num_bytes`."""
+    def _check_push(self, key: LeaseKey, first: int, spans: Sequence[Span], num_bytes: int) -> None:
+        """Raises `TransferError` for what no offer can carry, and for spans that are none or not within `num_bytes`."""
         if not len(spans):
             raise TransferError(f"{key}: a push needs at least one span")
         if len(spans) > MAX_SPANS:
             raise TransferError(f"{key}: a push has at most {MAX_SPANS} spans, not {len(spans)}")
-        if problem := check_spans(spans, num_bytes):
+        if problem := check_key(key, first) or check_spans(spans, num_bytes):
             raise TransferError(f"{key}: {problem}")
         if key in self._withdrawn:
             raise TransferError(f"{key} was withdrawn")

@@ -22,6 +22,8 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_HANDSHAKE_BYTES = 8 * 2**10
 MAX_SPANS = 65_536
 MAX_NAME_CHARS = 512
+MAX_BITS = 63
+"""Of a generation and of a span's number in its lease."""
 
 _MAGIC = b"TKVT"
 _VERSION = 3
@@ -94,8 +96,24 @@ def decode_fields(body: bytes | bytearray | memoryview, *types: type) -> tuple[A
     return fields
 
 
+def check_names(*names: str) -> str:
+    """Why no frame carries these names of peers or leases; empty when it can."""
+    longest = max(map(len, names))
+    return f"a name of {longest} characters, at most {MAX_NAME_CHARS} travel" if longest > MAX_NAME_CHARS else ""
+
+
+def check_key(key: LeaseKey, first: int = 0) -> str:
+    """Why no frame carries an offer for span `first` of this lease; empty when it can."""
+    if first < 0 or max(first.bit_length(), key.generation.bit_length()) > MAX_BITS:
+        return f"span {first} of generation {key.generation}: numbers from 0, of at most {MAX_BITS} bits"
+    return check_names(key.lease_id)
+
+
 def encode_offer(serial: int, offer: Offer, announced: bytes) -> bytes:
-    """An OFFER frame; `announced` is what the payload road adds (see `kvtransfer.wired.Payload.announce`)."""
+    """An OFFER frame; `announced` is what the payload road adds (see `kvtransfer.wired.Payload.announce`).
+
+    Raises `OverflowError` or `ValueError` for what no frame can carry.
+    """
     key = offer.key
     return encode(
         Kind.OFFER,
@@ -120,7 +138,7 @@ def decode_offer(body: bytes | bytearray | memoryview) -> tuple[Offer, bytes]:
     sizes, sums = decode_numbers(lengths), decode_numbers(checksums)
     if not len(sizes) or (len(sums) and len(sums) != len(sizes)):
         raise FrameError("an offer whose lengths and checksums do not fit together")
-    if max(len(lease_id), len(source), len(destination)) > MAX_NAME_CHARS or np.count_nonzero(sizes.array) < len(sizes):
+    if check_names(lease_id, source, destination) or np.count_nonzero(sizes.array) < len(sizes):
         raise FrameError("an offer with an overlong name or an empty span")
     return Offer(LeaseKey(lease_id, generation), push_id, first, sizes, source, destination, sums), announced
 

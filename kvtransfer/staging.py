@@ -191,7 +191,7 @@ class StagedTransfers(TransferEngine):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> int:
-        self._check_push(key, spans, self._copies.nbytes)
+        self._check_push(key, first, spans, self._copies.nbytes)
         self._choose(peer, scheme)
         now, push_id = self._clock(), next(self._numbers)
         parts = self._cut(first, Spans.of(spans))

@@ -240,7 +240,13 @@ class _Outgoing:
     def _announce(self, serial: int) -> None:
         assert self._payload is not None
         push = self._pushes[serial]
-        self.connection.send(frames.encode_offer(serial, push.offer, self._payload.announce(push.spans)))
+        try:
+            frame = frames.encode_offer(serial, push.offer, self._payload.announce(push.spans))
+        except (OverflowError, ValueError) as error:
+            push.answer = f"cannot be offered: {error}"
+            self._end_if_done(serial, push)
+            return
+        self.connection.send(frame)
 
     def _taken(self, serial: int, wanted: bytes) -> None:
         assert self._payload is not None

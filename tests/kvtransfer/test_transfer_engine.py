@@ -12,6 +12,7 @@ from transfer_rig import Clock
 from kvtransfer.engine import MAX_ATTEMPTS, MAX_REST_S, REST_S, TransferEngine
 from kvtransfer.errors import TransferError
 from kvtransfer.faults import Fault
+from kvtransfer.frames import MAX_NAME_CHARS
 from kvtransfer.layout import block_spans
 from kvtransfer.lingering import LINGER_BYTES, MAX_IN_VAIN, Lingering
 from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
@@ -171,6 +172,40 @@ def test_a_push_must_lie_in_the_region_and_go_to_a_connected_peer():
     with pytest.raises(TransferError, match="over tcp"):
         engine.push(KEY, "decode-1#1", 0, [Span(0, 16)], scheme="tcp")
     assert engine.in_flight() == 0
+
+
+LONG = "x" * (MAX_NAME_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "reason"),
+    [
+        (LeaseKey(LONG, 1), 0, "513 characters, at most 512"),
+        (LeaseKey("request-1", 2**63), 0, "at most 63 bits"),
+        (KEY, 2**63, "at most 63 bits"),
+        (KEY, -1, "numbers from 0"),
+    ],
+)
+def test_what_no_offer_can_carry_is_refused_where_it_is_asked_for(key, first, reason):
+    engine, script, _ = scripted()
+    engine.connect("d#1", "script", b"")
+    with pytest.raises(TransferError, match=reason):
+        engine.push(key, "d#1", first, [Span(0, 16)])
+    assert not script.offers
+    assert engine.in_flight() == 0
+    if not first:
+        with pytest.raises(TransferError, match=reason):
+            engine.open(key, SOURCE, [Span(0, 16)])
+
+
+def test_a_peer_whose_name_no_offer_can_carry_is_refused():
+    engine, script, memory = scripted()
+    with pytest.raises(TransferError, match="at most 512"):
+        engine.connect(LONG, "script", b"")
+    with pytest.raises(TransferError, match="at most 512"):
+        engine.open(KEY, LONG, [Span(0, 16)])
+    with pytest.raises(TransferError, match="at most 512"):
+        TransferEngine(LONG, memoryview(memory), [script])
 
 
 def test_the_window_lets_urgent_pushes_pass_the_waiting_ones():

@@ -12,7 +12,7 @@ import pytest
 from kvtransfer import frames, handshake
 from kvtransfer.frames import FrameError, Kind
 from kvtransfer.handshake import WiredAddress
-from kvtransfer.types import LeaseKey, Numbers, Offer, PeerLost, PushDone, Received, ReceiveFailed, Span
+from kvtransfer.types import LeaseKey, Numbers, Offer, PeerLost, PushDone, PushFailed, Received, ReceiveFailed, Span
 
 KEY = LeaseKey("request-1", 1)
 HEADER = struct.Struct(">4sBBHQQ")
@@ -168,6 +168,18 @@ def test_a_connection_cut_in_the_middle_of_payload_fails_the_lease(tcp):
     sock.close()
     tcp.until(lambda: destination.saw(ReceiveFailed) and destination.saw(PeerLost))
     assert destination.engine.in_flight() == 0
+
+
+def test_an_offer_that_cannot_be_written_ends_its_own_push_and_no_other(tcp):
+    source, destination = tcp.pair()
+    unwritable = LeaseKey("half a surrogate \ud800", 1)
+    destination.engine.open(KEY, source.name, [Span(0, 64)])
+    source.engine.push(unwritable, destination.name, 0, [Span(0, 64)])
+    source.engine.push(KEY, destination.name, 0, [Span(64, 64)])
+    tcp.until(lambda: source.saw(PushDone, KEY) and destination.saw(Received, KEY))
+    assert "cannot be offered" in source.saw(PushFailed, unwritable)[0].reason
+    assert not source.saw(PeerLost)
+    assert source.engine.in_flight() == 0
 
 
 def test_frames_come_back_as_they_were_sent():

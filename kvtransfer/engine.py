@@ -544,6 +544,8 @@ class TransferEngine:
             return f"lease {offer.key.lease_id} is for {lease.source}, not for {offer.source}"
         if lease.failed:
             return f"lease {offer.key.lease_id} failed: {lease.failed}"
+        if (offer.source, offer.key, offer.push_id) in self._taken_by:
+            return f"push {offer.push_id} was taken before and has not ended"
         last = offer.first + len(offer.lengths)
         if offer.first < 0 or not len(offer.lengths) or last > len(lease.spans):
             return f"spans {offer.first} … {last - 1} of a lease with {len(lease.spans)}"

@@ -119,6 +119,20 @@ def test_a_span_is_taken_once_whether_done_or_in_flight():
     engine.check()
 
 
+def test_a_push_id_is_not_taken_twice_at_a_time_for_one_lease():
+    engine, script, _ = scripted()
+    engine.open(KEY, SOURCE, block_spans(range(4), 16))
+    script.accept(offer(1))
+    again = script.accept(offer(1, first=2))
+    assert isinstance(again, Refused)
+    assert "push 1 was taken before" in again.reason
+    engine.check()
+    engine.close(KEY)
+    script.coming.append(Taken(offer(1)))
+    assert engine.poll() == [Quiet(KEY)]
+    assert engine.in_flight() == 0
+
+
 def test_a_close_is_quiet_only_when_the_last_receive_has_ended():
     engine, script, _ = scripted()
     engine.open(KEY, SOURCE, block_spans(range(6), 16))

@@ -159,6 +159,8 @@ class TransferEngine:
         self._pushes: dict[int, _Push] = {}
         self._lanes: dict[PeerId, _Lane] = {}
         self._withdrawn: set[LeaseKey] = set()
+        self._hushed: set[LeaseKey] = set()
+        """Of those withdrawn: `Quiet` waits for `poll`."""
         self._schemes: dict[PeerId, list[str]] = {}
         self._taken_by: dict[tuple[PeerId, LeaseKey, int], str] = {}
         self._events: list[TransferEvent] = []
@@ -338,6 +340,8 @@ class TransferEngine:
             self._fill(peer, lane)
         with self._lock:
             events, self._events = self._events, []
+        self._withdrawn -= self._hushed
+        self._hushed.clear()
         return events
 
     def linger(self) -> bool:
@@ -513,8 +517,9 @@ class TransferEngine:
         """No transport reads its spans any more; how it ended is told next, if it was not before."""
 
     def _quiet_if_withdrawn(self, key: LeaseKey) -> None:
-        if key in self._withdrawn and not any(push.offer.key == key for push in self._pushes.values()):
-            self._withdrawn.discard(key)
+        owed = key in self._withdrawn and key not in self._hushed
+        if owed and not any(push.offer.key == key for push in self._pushes.values()):
+            self._hushed.add(key)
             self._events.append(Quiet(key))
 
     # -- destination, inside -------------------------------------------------------------------------------------------

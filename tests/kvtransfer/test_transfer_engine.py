@@ -293,6 +293,22 @@ def test_withdrawing_a_lease_without_pushes_is_quiet_at_once():
     assert engine.poll() == [Quiet(KEY)]
 
 
+def test_withdrawing_again_before_its_quiet_is_told_adds_none_and_lets_no_push_slip_between():
+    engine, script, _ = scripted()
+    engine.connect("d#1", "script", b"")
+    engine.withdraw(KEY)
+    engine.withdraw(KEY)
+    with pytest.raises(TransferError, match="withdrawn"):
+        engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    assert engine.poll() == [Quiet(KEY)]
+    assert engine.poll() == []
+    engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    engine.withdraw(KEY)
+    script.coming.append(Sent(KEY, script.offers[-1].push_id))
+    assert [type(event) for event in engine.poll()] == [PushDone, Quiet]
+    engine.check()
+
+
 def test_an_unreachable_peer_is_tried_again_after_a_rest_that_grows_and_other_pairs_go_on():
     clock = Clock()
     engine, script, _ = scripted(clock)

@@ -184,7 +184,8 @@ class IoLoop:
         self._ring.close()
 
     def watch(self, source: HasFileno | int, events: int, callback: Callable[[int], None]) -> None:
-        """Call back with the ready events; a second `watch` of the same source replaces the first."""
+        """Call back with the ready events; a second `watch` of the same source replaces the first, with no events (0)
+        too."""
         try:
             self._selector.modify(source, events, callback)
         except KeyError:

@@ -47,8 +47,10 @@ from kvtransfer.transport import Acceptor, Refused, Sent, Taken, TransportEvent
 from kvtransfer.types import Offer, PeerId, PeerLost, Span, Spans
 
 HANDSHAKE_TIMEOUT_S = 10.0
+ACCEPT_REST_S = 0.1
+"""Nobody is let in for so long after there was no descriptor for a caller."""
 MAX_STRANGERS = 64
-"""Connections that have not proved themselves yet; more are closed at once."""
+"""Connections that have not proved themselves yet; one more, and the oldest is closed."""
 
 
 class Payload(Protocol):
@@ -409,7 +411,7 @@ class WiredTransport:
 
     def start(self, acceptor: Acceptor, wake: Callable[[], None]) -> None:
         self._acceptor, self._wake = acceptor, wake
-        self.loop.watch(self._listener, selectors.EVENT_READ, self._knocked)
+        self._listen_to(selectors.EVENT_READ)
         self.loop.start()
 
     def address(self) -> bytes:
@@ -501,12 +503,20 @@ class WiredTransport:
     def _knocked(self, events: int) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # the caller stays where it is, and would ring at once
+            self._listen_to(0)
+            self.loop.after(ACCEPT_REST_S, lambda: self._listen_to(selectors.EVENT_READ))
             return
         if len(self._strangers) >= MAX_STRANGERS or foreign_user(sock):
             sock.close()
             return
         self._strangers.add(_Incoming(self, sock))
+
+    def _listen_to(self, events: int) -> None:
+        if not self._closed:
+            self.loop.watch(self._listener, events, self._knocked)
 
     def _join(self, peer: PeerId) -> None:
         with contextlib.suppress(OSError):  # the next offer dials anew, and tells

@@ -5,14 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
-from transfer_rig import Clock, transports
+from test_transfer_strangers import read_frame
+from transfer_rig import DEADLINE_S, Clock, transports
 
 from kvtransfer.engine import MAX_REST_S
+from kvtransfer.frames import Kind
+from kvtransfer.handshake import WiredAddress
 from kvtransfer.types import LeaseKey, PushDone, PushFailed, Quiet, Received, Span
+from kvtransfer.wired import ACCEPT_REST_S, WiredTransport
 
 KEY = LeaseKey("request-1", 1)
 WIRED = transports()[1:4]
@@ -62,3 +69,37 @@ def test_a_push_that_never_finds_a_descriptor_fails_with_the_reason_and_is_quiet
         rig.until(lambda: source.saw(Quiet))
     assert "Too many open files" in source.saw(PushFailed)[0].reason
     assert source.engine.in_flight() == 0
+
+
+@pytest.fixture
+def knocks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When listeners looked for a caller, in seconds of the machine's clock."""
+    times: list[float] = []
+    knocked = WiredTransport._knocked
+
+    def noted(transport: WiredTransport, events: int) -> None:
+        times.append(time.monotonic())
+        knocked(transport, events)
+
+    monkeypatch.setattr(WiredTransport, "_knocked", noted)
+    return times
+
+
+def test_a_caller_for_whom_there_is_no_descriptor_is_let_in_later_and_keeps_no_thread_busy(tcp, knocks):
+    address = WiredAddress.unpack(tcp.peer("decode-0#1").engine.addresses()[0][1])
+    with socket.socket() as caller:
+        caller.settimeout(DEADLINE_S)
+        with no_descriptor_left():
+            caller.connect((address.host, address.port))
+            tcp.until(lambda: len(knocks) >= 3, alarm_s=0.01)
+        header, _ = read_frame(caller)
+    assert header.kind is Kind.CHALLENGE
+    assert all(later - sooner >= ACCEPT_REST_S for sooner, later in pairwise(knocks))
+
+
+def test_a_transport_that_rests_from_accepting_closes(tcp, knocks):
+    address = WiredAddress.unpack(tcp.peer("decode-0#1").engine.addresses()[0][1])
+    with socket.socket() as caller, no_descriptor_left():
+        caller.connect((address.host, address.port))
+        tcp.until(lambda: knocks, alarm_s=0.01)
+        tcp.close()

@@ -289,8 +289,10 @@ class _Incoming:
         self._payload: Payload | None = None
         self._ended = False
         self.connection = Connection(sock, transport.loop, self._frame, self.end, frames.MAX_HANDSHAKE_BYTES)
+
+    def challenge(self) -> None:
         self.connection.send(frames.encode(Kind.CHALLENGE, 0, self._challenge))
-        transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
+        self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
 
     def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None:
         offer = self._takes.get(serial)
@@ -401,7 +403,7 @@ class WiredTransport:
         self._fenced: set[PeerId] = set()
         self._outgoing: dict[PeerId, _Outgoing] = {}
         self._incoming: dict[PeerId, _Incoming] = {}
-        self._strangers: set[_Incoming] = set()
+        self._strangers: dict[_Incoming, None] = {}
         self._closed = False
         self._listener = _listen(host)
         port = 0 if host.startswith(UNIX) else self._listener.getsockname()[1]
@@ -479,7 +481,7 @@ class WiredTransport:
 
     def admitted(self, link: _Incoming) -> None:
         assert link.peer is not None
-        self._strangers.discard(link)
+        self._strangers.pop(link, None)
         before = self._incoming.pop(link.peer, None)
         if before is not None:
             before.end(f"{link.peer} connected anew")
@@ -491,7 +493,7 @@ class WiredTransport:
             self._lost(link.peer, reason)
 
     def incoming_ended(self, link: _Incoming, reason: str) -> None:
-        self._strangers.discard(link)
+        self._strangers.pop(link, None)
         if link.peer is not None and self._incoming.get(link.peer) is link:
             del self._incoming[link.peer]
             self._lost(link.peer, reason)
@@ -509,10 +511,14 @@ class WiredTransport:
             self._listen_to(0)
             self.loop.after(ACCEPT_REST_S, lambda: self._listen_to(selectors.EVENT_READ))
             return
-        if len(self._strangers) >= MAX_STRANGERS or foreign_user(sock):
+        if foreign_user(sock):
             sock.close()
             return
-        self._strangers.add(_Incoming(self, sock))
+        if len(self._strangers) >= MAX_STRANGERS:  # a peer proves itself within a round trip, and is not the oldest
+            next(iter(self._strangers)).end("no handshake, and others wait")
+        link = _Incoming(self, sock)
+        self._strangers[link] = None
+        link.challenge()
 
     def _listen_to(self, events: int) -> None:
         if not self._closed:

@@ -13,6 +13,7 @@ from kvtransfer import frames, handshake
 from kvtransfer.frames import FrameError, Kind
 from kvtransfer.handshake import WiredAddress
 from kvtransfer.types import LeaseKey, Numbers, Offer, PeerLost, PushDone, PushFailed, Received, ReceiveFailed, Span
+from kvtransfer.wired import MAX_STRANGERS
 
 KEY = LeaseKey("request-1", 1)
 HEADER = struct.Struct(">4sBBHQQ")
@@ -90,6 +91,31 @@ def test_a_stranger_without_the_token_is_turned_away(tcp):
     sock, _ = dial(destination)
     greet(sock, b"\x00" * handshake.TOKEN_BYTES, source.name, destination.name)
     assert is_closed(sock)
+    still_serves(tcp, source, destination)
+
+
+def test_strangers_that_say_nothing_make_way_for_a_peer_the_oldest_first(tcp):
+    source, destination = tcp.peer("prefill-0#1"), tcp.peer("decode-0#1")
+    silent = [dial(destination)[0] for _ in range(MAX_STRANGERS)]
+    for sock in silent:
+        read_frame(sock)  # it was let in
+    tcp.connect(source, destination)
+    still_serves(tcp, source, destination)
+    assert is_closed(silent[0])
+    silent[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):  # still open
+        silent[-1].recv(1)
+    for sock in silent:
+        sock.close()
+
+
+def test_callers_that_hang_up_at_once_take_nobodys_place(tcp):
+    source, destination = tcp.peer("prefill-0#1"), tcp.peer("decode-0#1")
+    for _ in range(2 * MAX_STRANGERS):
+        sock, _ = dial(destination)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    tcp.connect(source, destination)
     still_serves(tcp, source, destination)
 
 

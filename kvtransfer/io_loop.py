@@ -50,6 +50,10 @@ REST, MAX_REST_S = 0.5, 0.001
 part of it: what it moves comes and goes through the memory that a step reads the model from."""
 
 
+Timer = tuple[float, Callable[[], None]]
+"""When, in seconds of the machine's clock, and what."""
+
+
 class HasFileno(Protocol):
     """What a selector can watch."""
 
@@ -70,7 +74,7 @@ class IoLoop:
         self._alarm.register(self._bell, selectors.EVENT_READ)
         self._alarm.register(self._selector, selectors.EVENT_READ)
         self._hooks: list[Callable[[], bool]] = []
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._timers: list[Timer] = []
         self._afterwards: dict[Callable[[], None], None] = {}
         self._running = True
         self._turn = threading.Lock()
@@ -204,10 +208,17 @@ class IoLoop:
         """Undo `before_sleep`."""
         self._hooks.remove(hook)
 
-    def after(self, delay_s: float, function: Callable[[], None]) -> None:
+    def after(self, delay_s: float, function: Callable[[], None]) -> Timer:
         """Run it on the loop once `delay_s` has passed."""
-        self._timers.append((time.monotonic() + delay_s, function))
+        timer = (time.monotonic() + delay_s, function)
+        self._timers.append(timer)
         self._asleep_knows = False
+        return timer
+
+    def cancel(self, timer: Timer) -> None:
+        """Undo `after`; nothing happens if it has run."""
+        with contextlib.suppress(ValueError):
+            self._timers.remove(timer)
 
     def afterwards(self, function: Callable[[], None]) -> None:
         """Run it when the work at hand is done, once however often it is asked for.

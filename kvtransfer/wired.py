@@ -138,6 +138,7 @@ class _Outgoing:
         self._ready = False
         self._ended = False
         self._dial()
+        self._deadline = transport.loop.after(HANDSHAKE_TIMEOUT_S, lambda: self.end("no answer to the handshake"))
 
     def offer(self, offer: Offer, spans: Spans) -> None:
         self._last_serial += 1
@@ -156,6 +157,7 @@ class _Outgoing:
         if self._ended:
             return
         self._ended = True
+        self._transport.loop.cancel(self._deadline)
         if self._dialling is not None:
             self._transport.loop.unwatch(self._dialling)
             self._dialling.close()
@@ -170,10 +172,6 @@ class _Outgoing:
 
     # -- dialling
 
-    def _give_up(self) -> None:
-        if not self._ready:
-            self.end("no answer to the handshake")
-
     def _dial(self) -> None:
         sock = socket.socket(_family(self._address.host), socket.SOCK_STREAM)
         try:
@@ -184,7 +182,6 @@ class _Outgoing:
             sock.close()
             raise
         self._dialling = sock
-        self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
         if error not in (0, errno.EINPROGRESS):  # within a host the answer comes at once
             self._transport.loop.call(lambda: self.end(self._cannot_connect(error)))
 
@@ -236,6 +233,7 @@ class _Outgoing:
             raise FrameError("the listener does not know its own address")
         self._payload.attach(blob)
         self._ready = True
+        self._transport.loop.cancel(self._deadline)
         for serial in list(self._pushes):
             self._announce(serial)
 
@@ -289,10 +287,10 @@ class _Incoming:
         self._payload: Payload | None = None
         self._ended = False
         self.connection = Connection(sock, transport.loop, self._frame, self.end, frames.MAX_HANDSHAKE_BYTES)
+        self._deadline = transport.loop.after(HANDSHAKE_TIMEOUT_S, lambda: self.end("no handshake"))
 
     def challenge(self) -> None:
         self.connection.send(frames.encode(Kind.CHALLENGE, 0, self._challenge))
-        self._transport.loop.after(HANDSHAKE_TIMEOUT_S, self._give_up)
 
     def payload_done(self, serial: int, error: str = "", *, confirm: bool = False) -> None:
         offer = self._takes.get(serial)
@@ -311,6 +309,7 @@ class _Incoming:
         if self._ended:
             return
         self._ended = True
+        self._transport.loop.cancel(self._deadline)
         self.connection.close(reason)
         if self._payload is not None:
             self._payload.close()
@@ -324,10 +323,6 @@ class _Incoming:
             raise FrameError(f"CONFIRM for push {serial}, which does not wait for it")
         self._unconfirmed.discard(serial)
         self._transport.emit(Taken(self._takes.pop(serial)))
-
-    def _give_up(self) -> None:
-        if self.peer is None:
-            self.end("no handshake")
 
     def _frame(self, header: Header, body: bytes) -> None:
         match header.kind:
@@ -355,6 +350,7 @@ class _Incoming:
         if transport.is_fenced(source):
             raise FrameError(f"{source} was forgotten")
         self.peer = source
+        transport.loop.cancel(self._deadline)
         self.connection.max_body_bytes = frames.MAX_BODY_BYTES
         self._payload = transport.make_payload(transport.loop, self)
         self._payload.attach(blob)

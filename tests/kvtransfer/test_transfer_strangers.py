@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import resource
 import socket
@@ -10,6 +11,7 @@ import struct
 import pytest
 
 from kvtransfer import frames, handshake
+from kvtransfer.connection import Connection
 from kvtransfer.frames import FrameError, Kind
 from kvtransfer.handshake import WiredAddress
 from kvtransfer.types import LeaseKey, Numbers, Offer, PeerLost, PushDone, PushFailed, Received, ReceiveFailed, Span
@@ -117,6 +119,23 @@ def test_callers_that_hang_up_at_once_take_nobodys_place(tcp):
         sock.close()
     tcp.connect(source, destination)
     still_serves(tcp, source, destination)
+
+
+def test_nothing_is_kept_of_callers_that_have_gone(tcp):
+    source, destination = tcp.pair()
+    still_serves(tcp, source, destination)
+    links = connections()
+    for _ in range(8):
+        sock, _ = dial(destination)
+        read_frame(sock)
+        sock.close()
+    tcp.until(lambda: connections() == links, alarm_s=0.01)
+
+
+def connections() -> int:
+    """Ends of links that something in this process holds."""
+    gc.collect()
+    return sum(type(thing) is Connection for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ MAX_VIEWS = 64
 FAIR_BYTES = 2**21
 """After so much payload in one go the other links get their turn."""
 AHEAD_BYTES = 4096
+MOST_WAITING_BYTES = 2**20
+"""Of answers that a peer has not read; while there are more, nothing that it asks is read."""
 KEEPALIVE_IDLE_S = 5
 USER_TIMEOUT_MS = 15_000
 
@@ -50,8 +52,14 @@ class Connection:
         on_frame: Callable[[Header, bytes], None],
         on_lost: Callable[[str], None],
         max_body_bytes: int = MAX_BODY_BYTES,
+        *,
+        answers: bool = False,
     ) -> None:
+        """`answers`: what is sent answers what is read, so who reads no answer is not read from. At one end of a link
+        only: if both waited for the other to read, they would wait for ever."""
         self.max_body_bytes = max_body_bytes
+        self._answers = answers
+        self._waiting_bytes = 0
         self._sock = sock
         self._loop = loop
         self._on_frame = on_frame
@@ -106,6 +114,7 @@ class Connection:
         if not self._open:
             return
         self._writing.append(writing)
+        self._waiting_bytes += writing.cursor.remaining
         if len(self._writing) == 1:
             self._write()
 
@@ -143,7 +152,7 @@ class Connection:
 
     def _read(self) -> None:
         budget, drained = self._loop.at_most(FAIR_BYTES), False
-        while self._open and (budget > 0 or self._ahead):  # what was read ahead rings no bell
+        while self._open and (self._ahead or (budget > 0 and self._may_read())):  # what was read ahead rings no bell
             if self._ahead:
                 self._use_ahead()
             elif drained:
@@ -157,6 +166,10 @@ class Connection:
                     self.close("connection closed by the peer")
                     return
                 budget -= received
+        self._watch()
+
+    def _may_read(self) -> bool:
+        return not self._answers or self._waiting_bytes <= MOST_WAITING_BYTES
 
     def _receive_more(self, budget: int) -> tuple[int, bool]:
         """Bytes received, of payload no more than `budget`, and whether the socket has no more. A header's, and what
@@ -251,6 +264,7 @@ class Connection:
                 sent = self._sock.sendmsg(writing.cursor.window(MAX_VIEWS, budget), rights)
                 writing.descriptor = None
                 budget -= sent
+                self._waiting_bytes -= sent
                 writing.cursor.advance(sent)
                 if not writing.cursor.remaining:
                     self._writing.popleft()
@@ -261,7 +275,10 @@ class Connection:
         except OSError as error:
             self.close(f"connection lost: {error.strerror or error}")
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
+        self._watch()
+
+    def _watch(self) -> None:
+        events = (selectors.EVENT_READ if self._may_read() else 0) | (selectors.EVENT_WRITE if self._writing else 0)
         if self._open and events != self._watched:
             self._watched = events
             self._loop.watch(self._sock, events, self._ready)

@@ -286,7 +286,8 @@ class _Incoming:
         self._challenge = handshake.new_nonce()
         self._payload: Payload | None = None
         self._ended = False
-        self.connection = Connection(sock, transport.loop, self._frame, self.end, frames.MAX_HANDSHAKE_BYTES)
+        limit = frames.MAX_HANDSHAKE_BYTES
+        self.connection = Connection(sock, transport.loop, self._frame, self.end, limit, answers=True)
         self._deadline = transport.loop.after(HANDSHAKE_TIMEOUT_S, lambda: self.end("no handshake"))
 
     def challenge(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import resource
+import select
 import socket
 import struct
 
@@ -187,6 +188,25 @@ def test_a_known_peer_that_breaks_the_protocol_loses_its_own_link_only(tcp, fram
     sock.sendall(frame)
     assert is_closed(sock)
     still_serves(tcp, source, destination)
+
+
+def test_a_peer_that_reads_no_answer_is_not_read_from_until_it_does(tcp):
+    source, destination = tcp.pair()
+    sock = greeted(destination)
+    unknown = Offer(LeaseKey("x" * frames.MAX_NAME_CHARS, 1), 1, 0, Numbers([64]), "prefill-9#1", destination.name)
+    frame = frames.encode_offer(1, unknown, b"")
+    peak_kib, sent_bytes, most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 64 << 20
+    while sent_bytes < most_bytes and select.select([], [sock], [], 0.5)[1]:
+        sent_bytes += sock.send(frame[sent_bytes % len(frame) :] + frame * 99)
+    assert sent_bytes < most_bytes, "all was read"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 16 * 1_024
+    still_serves(tcp, source, destination)
+    answers = sock.makefile("rb")
+    for _ in range(sent_bytes // len(frame)):
+        header = frames.decode_header(answers.read(frames.HEADER_BYTES))
+        assert header.kind is Kind.REFUSE
+        answers.read(header.length)
+    sock.close()
 
 
 def test_payload_of_another_length_than_offered_fails_the_lease_and_touches_nothing_else(tcp):

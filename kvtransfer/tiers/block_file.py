@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,12 @@ MOST_KEY_BYTES = 64
 SUFFIX = ".kv"
 TEMPORARY = ".tmp"
 
+_OURS_ONLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A block's file is a regular one: a link in its place is not followed, and a pipe not waited for."""
 _HEADER = struct.Struct("<8sII32sH64sQQ")
 _SEAL = struct.Struct("<Q")
+_FOLDER = re.compile("[0-9a-f]{2}")
+_NAME = re.compile(rf"([0-9a-f]{{2}}){{1,{MOST_KEY_BYTES}}}({re.escape(SUFFIX)}|{re.escape(TEMPORARY)})")
 
 
 class Damaged(Exception):
@@ -46,7 +51,7 @@ def write(root: Path, key: bytes, data: memoryview, digest: int, fingerprint: by
     path = path_of(root, key)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(TEMPORARY)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OURS_ONLY, 0o600)
     try:
         try:
             _write_all(descriptor, _header(key, len(data), digest, fingerprint), data)
@@ -65,7 +70,7 @@ def write(root: Path, key: bytes, data: memoryview, digest: int, fingerprint: by
 def read(root: Path, key: bytes, into: memoryview, fingerprint: bytes) -> None:
     """Fill `into` with the key's block, verified. Raises Damaged or OSError; then `into` may hold anything."""
     header = bytearray(HEADER_BYTES)
-    descriptor = os.open(path_of(root, key), os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path_of(root, key), os.O_RDONLY | _OURS_ONLY)
     try:
         _read_all(descriptor, header, into)
         if os.fstat(descriptor).st_size != HEADER_BYTES + len(into):
@@ -88,7 +93,7 @@ def expect(root: Path, key: bytes) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     with contextlib.suppress(OSError):
-        descriptor = os.open(path_of(root, key), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path_of(root, key), os.O_RDONLY | _OURS_ONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         finally:
@@ -97,19 +102,26 @@ def expect(root: Path, key: bytes) -> None:
 
 def scan(root: Path, block_bytes: int, fingerprint: bytes) -> Iterator[bytes]:
     """Keys of the blocks below `root` that may be served, the one used longest ago first; removes all other files of
-    the tier. Headers are checked here, contents when they are read."""
+    the tier, and nothing that the tier cannot have written. Headers are checked here, contents when they are read."""
     found: list[tuple[float, bytes]] = []
-    for folder in sorted(root.iterdir()):
-        if not (folder.is_dir() and len(folder.name) == 2):
-            continue
-        for path in folder.iterdir():
-            if path.suffix not in (SUFFIX, TEMPORARY):
-                continue
-            try:
-                found.append((path.stat().st_mtime, _served_key(path, block_bytes, fingerprint)))
-            except (Damaged, OSError):
-                _unlink(path)
+    for path in _files(root):
+        try:
+            found.append((path.stat().st_mtime, _served_key(path, block_bytes, fingerprint)))
+        except (Damaged, OSError):
+            _unlink(path)
     return (key for _, key in sorted(found))
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Regular files under the names that `write` gives, in folders that are no links."""
+    for folder in list(os.scandir(root)):
+        if _FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+            yield from [Path(entry) for entry in os.scandir(folder) if _is_ours(folder.name, entry)]
+
+
+def _is_ours(folder: str, entry: os.DirEntry[str]) -> bool:
+    named = entry.name.startswith(folder) and _NAME.fullmatch(entry.name) is not None
+    return named and entry.is_file(follow_symlinks=False)
 
 
 def remove(root: Path, key: bytes) -> None:
@@ -143,7 +155,7 @@ def _parsed(header: bytes, fingerprint: bytes) -> tuple[bytes, int, int]:
 
 def _served_key(path: Path, block_bytes: int, fingerprint: bytes) -> bytes:
     header = bytearray(HEADER_BYTES)
-    with open(path, "rb", buffering=0) as file:
+    with open(os.open(path, os.O_RDONLY | _OURS_ONLY), "rb", buffering=0) as file:
         if file.readinto(header) != HEADER_BYTES:
             raise Damaged("ends within its header")
         size = os.fstat(file.fileno()).st_size

@@ -166,12 +166,41 @@ def test_a_restart_removes_what_it_can_see_is_damaged(rig: Rig, damage: str) -> 
     for number in range(3):
         assert rig.write(number)
     DAMAGES[damage](rig.file(0))
-    (rig.root / "00" / "left.tmp").write_bytes(b"half a block")
+    rig.file(1).with_name(key(9).hex() + ".tmp").write_bytes(b"half a block")
     tier = rig.reopened()
     assert key(0) not in tier
     assert len(tier) == rig.files() == 2
     assert not list(rig.root.rglob("*.tmp"))
     assert rig.read(2) == bytes(block(2))
+
+
+def test_a_restart_removes_nothing_that_the_tier_cannot_have_written(rig: Rig) -> None:
+    elsewhere = rig.root.parent / "elsewhere"
+    elsewhere.mkdir()
+    name = key(0).hex()
+    kept = [elsewhere / f"{name}.tmp", elsewhere / f"{name}.kv"]
+    (rig.root / "ab").mkdir()
+    kept += [rig.root / "ab" / strange for strange in ("app.kv", "notes.tmp", f"{name}.kv", "abc.kv", "AB.kv")]
+    (rig.root / "my").mkdir()
+    kept += [rig.root / "my" / "notes.tmp", rig.root / "my" / f"{name}.kv"]
+    for path in kept:
+        path.write_text("precious")
+    (rig.root / "00").symlink_to(elsewhere)
+    (rig.root / "ab" / "abab.kv").symlink_to(kept[0])
+    assert len(rig.reopened()) == 0
+    assert [path.read_text() for path in kept] == ["precious"] * len(kept)
+
+
+def test_a_pipe_under_a_blocks_name_holds_nobody_up(rig: Rig) -> None:
+    assert rig.write(0)
+    os.mkfifo(rig.file(0).with_name(key(1).hex() + ".kv"))
+    tier = rig.reopened()
+    assert len(tier) == 1
+    assert rig.write(1), "it stands there no longer"
+    rig.file(0).unlink()
+    os.mkfifo(rig.root / "00" / (key(0).hex() + ".kv"))
+    assert rig.read(0) is None
+    assert rig.read(1) == bytes(block(1))
 
 
 def test_another_models_files_are_never_served_and_are_removed(rig: Rig) -> None:

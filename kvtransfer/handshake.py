@@ -19,6 +19,7 @@ from kvtransfer.packing import pack, unpack
 NONCE_BYTES = 16
 TOKEN_BYTES = 32
 UNIX = "unix:"
+_VERSION = 2
 
 
 def socket_address(host: str, port: int) -> tuple[str, int] | bytes:
@@ -28,8 +29,9 @@ def socket_address(host: str, port: int) -> tuple[str, int] | bytes:
 
 @dataclass(frozen=True, slots=True)
 class WiredAddress:
-    """Where a transport listens and the token that opens it."""
+    """Where a transport listens, what it speaks, and the token that opens it."""
 
+    scheme: str
     host: str
     """An IP address, or `unix:` and a name in this host's abstract namespace (then the port is 0)."""
     port: int
@@ -42,19 +44,19 @@ class WiredAddress:
 
     def pack(self) -> bytes:
         """Opaque bytes for peers."""
-        return pack(1, self.host, self.port, self.token)
+        return pack(_VERSION, self.scheme, self.host, self.port, self.token)
 
     @staticmethod
     def unpack(raw: bytes) -> WiredAddress:
         """Raises `TransferError` if the bytes are not an address."""
         try:
-            version, host, port, token = unpack(raw)
+            version, scheme, host, port, token = unpack(raw)
         except ValueError as error:
             raise TransferError(f"not a transfer address: {error}") from error
-        sound = version == 1 and isinstance(host, str) and isinstance(port, int) and isinstance(token, bytes)
+        sound = version == _VERSION and tuple(map(type, (scheme, host, port, token))) == (str, str, int, bytes)
         if not sound or len(token) != TOKEN_BYTES or not (0 < port < 65_536 or (host.startswith(UNIX) and port == 0)):
             raise TransferError("not a transfer address: wrong fields")
-        return WiredAddress(host, port, token)
+        return WiredAddress(scheme, host, port, token)
 
 
 def new_nonce() -> bytes:

@@ -120,8 +120,8 @@ def check_region(region: Region) -> None:
     """Raises `TransferError` unless offsets into `region` are those of its bytes, and bytes can be written to it."""
     if isinstance(region, DeviceRegion):
         return
-    if region.ndim != 1 or region.itemsize != 1 or not region.c_contiguous:
-        raise TransferError("a region is contiguous memory seen as single bytes; for an array, use `.cast('B')`")
+    if not isinstance(region, memoryview) or region.ndim != 1 or region.itemsize != 1 or not region.c_contiguous:
+        raise TransferError("a region is a memoryview of contiguous, single bytes: `memoryview(array).cast('B')`")
     if region.readonly:
         raise TransferError("a region must be writable: bytes of peers arrive in it")
 

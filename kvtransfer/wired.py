@@ -404,7 +404,7 @@ class WiredTransport:
         self._closed = False
         self._listener = _listen(host)
         port = 0 if host.startswith(UNIX) else self._listener.getsockname()[1]
-        self._address = WiredAddress(advertise or host, port, self.token)
+        self._address = WiredAddress(scheme, advertise or host, port, self.token)
 
     # -- the owner's side
 
@@ -418,6 +418,8 @@ class WiredTransport:
 
     def connect(self, peer: PeerId, address: bytes) -> None:
         where = WiredAddress.unpack(address)
+        if where.scheme != self.scheme:
+            raise TransferError(f"an address of the transport {where.scheme}, not of {self.scheme}")
         _family(where.host)
         if peer in self._fenced:
             raise TransferError(f"{peer} was forgotten; only a new incarnation can be connected")

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from transfer_rig import Rig
@@ -29,7 +30,7 @@ class Relay:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def address(self) -> bytes:
-        return WiredAddress("127.0.0.1", self._listener.getsockname()[1], self._where.token).pack()
+        return replace(self._where, host="127.0.0.1", port=self._listener.getsockname()[1]).pack()
 
     def cut(self) -> None:
         self._cut.set()

@@ -47,6 +47,8 @@ def test_the_packages_own_example_works_word_for_word(capsys):
         (np.zeros((8, 64), np.uint8).data, "single bytes"),
         (np.zeros(64, np.uint8)[::2].data, "contiguous"),
         (memoryview(bytes(64)), "writable"),
+        (bytearray(64), "memoryview"),
+        (np.zeros(64, np.uint8), "memoryview"),
     ],
 )
 def test_a_region_whose_offsets_are_no_bytes_or_that_cannot_be_written_is_refused(region, why):
@@ -62,7 +64,7 @@ def test_shm_is_chosen_only_between_processes_of_one_host_and_user():
     transport.start(lambda offer: Refused("no"), lambda: None)
     here = transport.address()
     transport.close()
-    elsewhere = WiredAddress(UNIX + "0123456789abcdef/name", 0, new_token()).pack()
+    elsewhere = WiredAddress("shm", UNIX + "0123456789abcdef/name", 0, new_token()).pack()
     assert choose(["shm", "tcp"], {"shm": here, "tcp": b""}) == "shm"
     assert choose(["shm", "tcp"], {"shm": elsewhere, "tcp": b""}) == "tcp"
     assert choose(["shm", "tcp"], {"shm": b"nonsense", "tcp": b""}) == "tcp"
@@ -78,6 +80,24 @@ def test_a_ucxx_that_imports_but_lacks_a_call_that_is_needed_counts_as_absent(mo
     assert "lacks UCXAddress.read_minds" in why
     with pytest.raises(TransferError, match="read_minds"):
         make_transport("ucx", "decode-0#1", memoryview(SharedMemory(4_096)))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("tcp", "shm"), ("shm", "tcp"), ("tcp", "ucx")])
+def test_an_address_of_another_transport_is_refused_when_it_is_connected(theirs, ours):
+    if ours == "ucx" and not ucx_available()[0]:
+        pytest.skip("no ucxx here")
+    region = memoryview(SharedMemory(4_096))
+    engines = {
+        scheme: TransferEngine(f"{scheme}#1", region, [make_transport(scheme, f"{scheme}#1", region)])
+        for scheme in (theirs, ours)
+    }
+    address = dict(engines[theirs].addresses())[theirs]
+    with pytest.raises(TransferError, match=f"an address of the transport {theirs}, not of {ours}"):
+        engines[ours].connect(f"{theirs}#1", ours, address)
+    with pytest.raises(TransferError, match="not connected"):
+        engines[ours].push(LeaseKey("request-1", 1), f"{theirs}#1", 0, [Span(0, 64)])
+    for engine in engines.values():
+        engine.shutdown()
 
 
 def test_no_common_scheme_names_both_sides():

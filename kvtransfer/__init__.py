@@ -1,6 +1,8 @@
 """KV transfer: bytes from one worker's pool into another's. It does not know what a token or a model is.
 
-Usable alone. A region is writable memory seen as single bytes, a transport any of `kvtransfer.select`; here both ends:
+Usable alone: it needs numpy, xxhash and msgpack, for `ucx` also ucxx-cu12 or ucxx-cu13, and a C compiler, looked for at
+the first use, for the quick copy of `shm` (see `copying`; without one numpy copies). A region is a writable memoryview
+of single bytes, a transport any of `kvtransfer.select`; here both ends:
 
     from threading import Event
 

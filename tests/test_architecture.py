@@ -169,6 +169,16 @@ def test_a_foreign_package_stays_with_its_owner(package: str) -> None:
     assert trespasses == []
 
 
+def test_the_transfer_engine_needs_no_more_than_its_head_says() -> None:
+    foreign = {
+        found.target.partition(".")[0]
+        for path in files_of("kvtransfer")
+        for found in imports_of(path)
+        if not found.is_of("kvtransfer")
+    }
+    assert foreign - sys.stdlib_module_names == {"numpy", "xxhash", "msgpack", "ucxx"}
+
+
 def test_no_call_unpickles_what_arrives() -> None:
     calls = [
         f"{name_of(path)}:{node.lineno} {ast.unparse(node.func)}"

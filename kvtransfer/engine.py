@@ -107,6 +107,9 @@ class _Lane:
     failures: int = 0
     rests_until_s: float = -math.inf
 
+    def is_idle(self, now: float) -> bool:
+        return not self.waiting and not self.offered_bytes and self.rests_until_s <= now
+
 
 @dataclass(frozen=True, slots=True)
 class _Cooling:
@@ -210,8 +213,11 @@ class TransferEngine:
         """End all traffic with a peer that hangs: its transfers end as failed, its leases fail, and quiet follows.
 
         It may be connected again after a cooldown, longer each time until something arrives. What it still sends of
-        before reaches no memory: its link is gone, and its leases are refused.
+        before reaches no memory: its link is gone, and its leases are refused. For one that was forgotten all of this
+        has happened.
         """
+        if peer in self._fenced:
+            return
         times = self._cooling[peer].times + 1 if peer in self._cooling else 1
         wait_s = min(COOLDOWN_S * 2.0 ** (times - 1), COOLDOWN_MAX_S)
         self._cooling[peer] = _Cooling(times, self._clock() + wait_s)
@@ -224,6 +230,7 @@ class TransferEngine:
         with self._lock:
             self._fenced.add(peer)
         self._rates.forget(peer)
+        self._cooling.pop(peer, None)
         self._end_all(peer, f"{peer} was forgotten")
         for transport in self._transports.values():
             transport.forget(peer)
@@ -335,9 +342,12 @@ class TransferEngine:
         for scheme, transport in self._transports.items():
             for event in transport.poll():
                 self._apply(scheme, event)
-        self._expire(self._clock())
-        for peer, lane in self._lanes.items():
+        now = self._clock()
+        self._expire(now)
+        for peer, lane in tuple(self._lanes.items()):
             self._fill(peer, lane)
+            if peer not in self._schemes and lane.is_idle(now):
+                del self._lanes[peer]
         with self._lock:
             events, self._events = self._events, []
         self._withdrawn -= self._hushed

@@ -309,6 +309,22 @@ def test_withdrawing_again_before_its_quiet_is_told_adds_none_and_lets_no_push_s
     engine.check()
 
 
+def test_of_a_forgotten_incarnation_only_its_name_is_kept_once_its_pushes_have_ended():
+    engine, script, _ = scripted()
+    engine.connect("d#1", "script", b"")
+    engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    engine.cut("d#1")
+    engine.forget("d#1")
+    engine.cut("d#1")
+    engine.poll()
+    engine.check()
+    assert engine.in_flight() == 1
+    script.coming.append(Sent(KEY, script.offers[-1].push_id, "d#1 was forgotten"))
+    assert [type(event) for event in engine.poll()] == [PushFailed]
+    assert (engine._lanes, engine._cooling, engine._pushes) == ({}, {}, {})
+    engine.check()
+
+
 def test_an_unreachable_peer_is_tried_again_after_a_rest_that_grows_and_other_pairs_go_on():
     clock = Clock()
     engine, script, _ = scripted(clock)

@@ -18,6 +18,7 @@ One owner thread calls everything; transports ask `_accept` from their own threa
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import threading
 import time
@@ -54,6 +55,8 @@ from kvtransfer.types import (
     TransferEvent,
     TransferStats,
 )
+
+logger = logging.getLogger(__name__)
 
 COOLDOWN_S, COOLDOWN_MAX_S = 0.5, 30.0
 """How long a peer that was cut off stays off: the first, doubled each time until something arrives, and the most."""
@@ -203,6 +206,7 @@ class TransferEngine:
         known = self._schemes.setdefault(peer, [])
         if scheme not in known:
             known.append(scheme)
+            logger.info("%s is joined over %s (here: %s, best first)", peer, scheme, ", ".join(self._transports))
 
     def cooling_s(self, peer: PeerId) -> float:
         """For how long a peer that was cut off cannot be connected yet; 0 for all others."""

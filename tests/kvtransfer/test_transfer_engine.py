@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -172,6 +173,16 @@ def test_a_lease_cannot_be_opened_twice_nor_outside_the_region():
         engine.open(KEY, SOURCE, [Span(0, 16)])
     with pytest.raises(TransferError, match="outside the region of 4096"):
         engine.open(LeaseKey("request-2", 1), SOURCE, [Span(4_090, 16)])
+
+
+def test_how_a_peer_was_joined_is_told_once(caplog):
+    engine, _, _ = scripted()
+    with caplog.at_level(logging.INFO, "kvtransfer.engine"):
+        for _ in range(2):
+            engine.connect("decode-1#1", "script", b"")
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode-1#1 is joined over script (here: script, best first)"
+    ]
 
 
 def test_a_push_must_lie_in_the_region_and_go_to_a_connected_peer():

@@ -4,10 +4,11 @@ The hosts are network namespaces of this machine on one bridge, each with a Ray 
 prefill worker, two for decode workers. So processes, addresses, links and their failures are those of four machines;
 kernel, memory and cores are one. UCX is held to TCP, or it would read another process's memory beside the link.
 
-Three things are seen. A long prompt's KV crosses the link (its bytes against those that left the prefill host). A
-decode worker is drained while answers run: they move to the other host, and the text is that of an undisturbed run. A
-decode host loses its link in the middle of an answer: how long until the reader is told, and, once the link is back,
-until that host serves again. The last line is JSON.
+Four things are seen. A long prompt's KV crosses the link (its bytes against those that left the prefill host). A decode
+worker is drained while answers run: they move to the other host, and the text is that of an undisturbed run. A decode
+worker is killed in the middle of an answer, and a decode host loses its link: the answer goes on at the other host; the
+gap that its reader sees, whether the text is that of an undisturbed run, and how long until the lost worker serves
+again. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,7 +42,7 @@ NETWORK = "10.214.0"
 RAY_PORT = 6379
 HTTP, GRPC = "http://127.0.0.1:8000", "127.0.0.1:50051"
 START_S, PATIENCE_S = 240.0, 90.0
-STREAMS, ANSWER_TOKENS = 4, 300
+STREAMS, ANSWER_TOKENS, LONG_TOKENS = 4, 300, 1200
 SLA = Path(__file__).parents[1] / "deploy" / "example-1p2d.sla.yaml"
 
 
@@ -226,34 +228,48 @@ async def drained(client: AsyncClient) -> dict[str, float]:
     }
 
 
-async def cut_off(client: AsyncClient) -> dict[str, float]:
-    """A decode host without a link: seconds until its reader knows, and from the link's return until it serves."""
-    number = await host_of("decode-0")
-    await order("drain", "decode-1")  # the answer runs on the host that is cut off
-    running = asyncio.create_task(ask(client, "Once upon a time", 4000))
+async def lost(client: AsyncClient, lose: Callable[[], object]) -> tuple[Seen, bool]:
+    """An answer whose decode worker, `decode-0`, is lost in the middle; and whether it reads as an undisturbed one."""
+    await order("drain", "decode-1")
+    running = asyncio.create_task(ask(client, "Once upon a time", LONG_TOKENS))
     await asyncio.sleep(2.0)
-    if running.done():
-        raise RuntimeError("the answer has ended before its host is cut off")
-    set_link(number, "down")
-    began = time.monotonic()
-    try:
-        await asyncio.wait_for(running, PATIENCE_S)
-    except errors.UnavailableError:
-        noticed_s = time.monotonic() - began
-    else:
-        raise RuntimeError("an answer ended well on a host without a link")
     await order("undrain", "decode-1")
-    other = (await ask(client, "Once upon a time", 8)).served_by.decode_worker
-    if other != "decode-1":
-        raise RuntimeError(f"{other} serves, whose host has no link")
+    if running.done():
+        raise RuntimeError("the answer has ended before its worker is lost")
+    lose()
+    seen = await asyncio.wait_for(running, PATIENCE_S)
+    if seen.served_by.decode_worker != "decode-1":
+        raise RuntimeError(f"{seen.served_by.decode_worker} has ended it, which was lost")
+    return seen, seen.text == (await ask(client, "Once upon a time", LONG_TOKENS)).text
+
+
+async def killed(client: AsyncClient) -> dict[str, float]:
+    """SIGKILL of a decode worker: the gap that its reader sees, and until it serves again."""
+    worker = await status("decode-0")
+    seen, same = await lost(client, lambda: os.kill(worker["pid"], signal.SIGKILL))
+    again_s = await until_it_serves(client)
+    return {"killed_gap_s": seen.longest_gap_s, "killed_same_text": float(same), "killed_serves_again_s": again_s}
+
+
+async def cut_off(client: AsyncClient) -> dict[str, float]:
+    """A decode host without a link: the same, and from the link's return until it serves."""
+    number = await host_of("decode-0")
+    seen, same = await lost(client, lambda: set_link(number, "down"))
     set_link(number, "up")
+    again_s = await until_it_serves(client)
+    return {"cut_gap_s": seen.longest_gap_s, "cut_same_text": float(same), "cut_serves_again_s": again_s}
+
+
+async def until_it_serves(client: AsyncClient) -> float:
+    """Seconds until `decode-0` serves again."""
     began = time.monotonic()
     await order("drain", "decode-1")
     while not await serves(client):
         if time.monotonic() - began > PATIENCE_S:
-            raise RuntimeError("the host does not serve again")
+            raise RuntimeError("decode-0 does not serve again")
         await asyncio.sleep(0.5)
-    return {"noticed_s": noticed_s, "serves_again_s": time.monotonic() - began}
+    await order("undrain", "decode-1")
+    return time.monotonic() - began
 
 
 async def serves(client: AsyncClient) -> bool:
@@ -288,7 +304,7 @@ async def host_of(worker: str) -> int:
 
 async def visit() -> dict[str, float]:
     async with AsyncClient(GRPC) as client:
-        return await crossing(client) | await drained(client) | await cut_off(client)
+        return await crossing(client) | await drained(client) | await killed(client) | await cut_off(client)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -311,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     row = json.loads(told.splitlines()[-1])
     for name, value in row.items():
         print(f"{name:20}{value:10.2f}")
-    ratios = {name: round(row[name], 3) for name in ("link_bytes_vs_kv", "same_text")}
+    ratios = {name: round(row[name], 3) for name in row if name == "link_bytes_vs_kv" or name.endswith("same_text")}
     print(json.dumps({"bench": "hosts", "ratios": ratios} | {name: round(value, 3) for name, value in row.items()}))
 
 

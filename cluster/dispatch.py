@@ -216,6 +216,8 @@ class Flight:
 
     def saw(self, delta: Delta, now: float) -> None:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.tokens:  # who declined before may be well by the time that this worker is lost
+            self.gone = self.passed_over = frozenset()
         if self.request.branching is None:
             self.generated += [token.token_id for token in delta.tokens]
         self._count(delta.index, len(delta.tokens), now)

@@ -260,6 +260,20 @@ async def test_an_answer_whose_worker_is_lost_goes_on_at_another_behind_the_toke
     assert made.router.suspects == ["decode-0"]
 
 
+async def test_an_answer_goes_on_at_a_worker_that_had_declined_it_before_its_first_token() -> None:
+    async with bench(router=_two_pairs()) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "decode-0 is draining")]
+        made.workers.hold = True
+        flight = await _flight(made)
+        running = asyncio.create_task(_run(made, flight))
+        await until(lambda: flight.tokens == 1)
+        made.hub.lost("decode-1", "1", "killed")
+        made.workers.go.set()
+        assert _ids(await running) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-0", 3)
+
+
 async def test_an_answer_that_nobody_is_left_to_go_on_with_is_an_error_and_keeps_what_it_has() -> None:
     async with bench() as made:
         made.workers.hold = True

@@ -215,7 +215,8 @@ class Flight:
             self.failure = None
 
     def saw(self, delta: Delta, now: float) -> None:
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if not self.generated:  # where it goes on, answer and prompt may be cached
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.tokens:  # who declined before may be well by the time that this worker is lost
             self.gone = self.passed_over = frozenset()
         if self.request.branching is None:

@@ -260,6 +260,14 @@ async def test_an_answer_whose_worker_is_lost_goes_on_at_another_behind_the_toke
     assert made.router.suspects == ["decode-0"]
 
 
+async def test_what_is_cached_where_an_answer_goes_on_does_not_count_as_prompt() -> None:
+    async with bench() as made:
+        flight = await _flight(made)
+        flight.saw(Delta("r0", 0, (Token(72),), cached_tokens=3), 1.0)
+        flight.saw(Delta("r0", 1, (Token(101),), cached_tokens=16), 2.0)
+        assert flight.cached_tokens == 3
+
+
 async def test_an_answer_goes_on_at_a_worker_that_had_declined_it_before_its_first_token() -> None:
     async with bench(router=_two_pairs()) as made:
         made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "decode-0 is draining")]

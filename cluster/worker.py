@@ -12,6 +12,7 @@ step loop has none.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -75,6 +76,9 @@ ROLES: dict[str, frozenset[type[Question]]] = {
     "decode": frozenset({Expect, AskLease, RenewLease, Commit, Migrate, AskMove, Follow}),
 }
 """Work that a role accepts. What ends something, and the router's and operator's questions, are for everybody."""
+TAIL_S = 0.002
+"""How long a step waits for the last bytes of a request that moves and is paused meanwhile. They are few, and without
+them its reader would wait for a whole step more; the source's wait leaves the core to those who carry them."""
 KEYS_PER_EVENT = 4096
 """Prefix keys in one `KvEvents`; a larger change takes several."""
 
@@ -164,17 +168,17 @@ class Worker:
     def prepare(self, now: float) -> None:
         """Before a step: transfer events, time, the leases of the prompts that come next, and the news of all that: a
         first token, or that a request has moved, is not to wait for the step's end."""
-        rooms = (*self._rooms, self.links)
         self._give_way()
-        for event in self.transfers.poll():
-            any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
-        for room in rooms:
+        self._hear(now)
+        self._look_for(self.decode.arrives_by, now)
+        for room in (*self._rooms, self.links):
             room.tick(now)
         self.prefill.prepare(now)
         self._tell_gateways()
 
     def tick(self, now: float) -> None:
         """One step, if there is work, and the news of it."""
+        self._look_for(self.decode.leaves_by, now)
         deadline = self.engine.next_deadline()
         if self.engine.has_work() or (deadline is not None and deadline <= now):
             result = self.engine.step(now)
@@ -218,6 +222,18 @@ class Worker:
     @property
     def _rooms(self) -> tuple[PrefillNode, DecodeNode, FetchDestination, FetchSource]:
         return self.prefill, self.decode, self.fetches, self.loans
+
+    def _hear(self, now: float) -> None:
+        """What has become of transfers."""
+        rooms = (*self._rooms, self.links)
+        for event in self.transfers.poll():
+            any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
+
+    def _look_for(self, tail: Callable[[], str | None], now: float) -> None:
+        """Let a step wait for the last bytes of a move, `TAIL_S` at most."""
+        until_s = time.monotonic() + TAIL_S
+        while (scheme := tail()) is not None and self.transfers.look(scheme, until_s):
+            self._hear(now)
 
     def _give_way(self) -> None:
         """Transfers go gently while there are steps to do with this machine's own cores."""

@@ -166,6 +166,14 @@ class Mover:
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
+    def leaves_by(self) -> str | None:
+        """The transport that takes the last bytes of a request that is paused."""
+        for move in self._leased.values():
+            migration = move.migration
+            if migration.stage is Stage.COMMITTING and migration.pushes and migration.grant is not None:
+                return migration.grant.scheme
+        return None
+
     def idle(self) -> bool:
         """Nothing to answer and nothing held for a transfer."""
         return not (self._unanswered or self._leased)

@@ -286,6 +286,17 @@ class DecodeNode:
                 self._advance(guest, d.Quiet(), now)
         return True
 
+    def leaves_by(self) -> str | None:
+        """The transport that takes the last bytes of a request that is paused here, to go on elsewhere."""
+        return self._mover.leaves_by()
+
+    def arrives_by(self) -> str | None:
+        """The transport that brings the last bytes of a request that is paused elsewhere, to go on here."""
+        for guest in self._by_lease.values():
+            if guest.generated and guest.intake.stage is Stage.COMMITTED and guest.grant is not None:
+                return guest.grant.scheme
+        return None
+
     def tick(self, now: float) -> None:
         """What time alone brings: deadlines, ends of leases, peers that never fall silent."""
         self._claims = admission.still_claimed(self._claims, now)

@@ -173,6 +173,7 @@ class TransferEngine:
         self._last_push_id = 0
         self._counts: dict[str, Counter[str]] = {}
         self._rates = Rates()
+        self._works = False
         self._lingering = Lingering()
         self._transports: dict[str, Transport] = {}
         for inner in transports:
@@ -373,8 +374,20 @@ class TransferEngine:
                 self._lingering.ended(well=bool(self._events))
         return bool(self._events)
 
+    def look(self, scheme: str, until_s: float) -> bool:
+        """Whether `poll` has news by now, after looking again and again on this thread, until `until_s` of
+        `time.monotonic` at most and without giving way: for few bytes on which somebody waits, by an owner whose next
+        work takes longer."""
+        transport = self._transports[scheme]
+        transport.give_way(False)
+        for event in transport.linger(until_s):
+            self._apply(scheme, event)
+        transport.give_way(self._works)
+        return bool(self._events)
+
     def give_way(self, works: bool) -> None:
         """Whether the owner has work for this machine's own cores: meanwhile bulk goes gently (`io_loop.REST`)."""
+        self._works = works
         for transport in self._transports.values():
             transport.give_way(works)
 

@@ -32,6 +32,7 @@ class Script:
         self.offers: list[Offer] = []
         self.coming: list[TransportEvent] = []
         self.lingered = 0
+        self.gave_way: list[bool] = []
         self.accept: Acceptor
 
     def start(self, acceptor, wake):
@@ -53,6 +54,9 @@ class Script:
     def linger(self, until_s: float) -> list[TransportEvent]:
         self.lingered += 1
         return self.poll()
+
+    def give_way(self, works: bool) -> None:
+        self.gave_way.append(works)
 
     def cut(self, peer):
         pass
@@ -173,6 +177,19 @@ def test_a_lease_cannot_be_opened_twice_nor_outside_the_region():
         engine.open(KEY, SOURCE, [Span(0, 16)])
     with pytest.raises(TransferError, match="outside the region of 4096"):
         engine.open(LeaseKey("request-2", 1), SOURCE, [Span(4_090, 16)])
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_owner_that_looks_gives_no_way_meanwhile_and_says_whether_there_is_news(works):
+    engine, script, _ = scripted()
+    engine.connect("d#1", "script", b"")
+    sent = engine.push(KEY, "d#1", 0, [Span(0, 16)])
+    engine.give_way(works)
+    assert not engine.look("script", 0.0)
+    script.coming.append(Sent(KEY, sent))
+    assert engine.look("script", 0.0)
+    assert script.gave_way == [works, False, works, False, works]
+    assert [event.push_id for event in engine.poll() if isinstance(event, PushDone)] == [sent]
 
 
 def test_how_a_peer_was_joined_is_told_once(caplog):

@@ -101,6 +101,32 @@ def test_neither_a_first_token_nor_the_word_of_a_move_waits_for_a_step(net: Net)
     assert net.moves == [("r", "d1")]
 
 
+def test_both_ends_let_a_step_wait_for_the_tail_of_a_move_and_for_no_other_bytes(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: dict[str, list[tuple[str, Stage]]] = {"d0": [], "d1": []}
+
+    def watched(name: str, look: Callable[[str, float], bool]) -> Callable[[str, float], bool]:
+        def noted(scheme: str, until_s: float) -> bool:
+            (stage,) = (one.migration.stage for one in net.workers["d0"].decode._mover._unanswered.values())
+            looked[name].append((scheme, stage))
+            return look(scheme, until_s)
+
+        return noted
+
+    for name in looked:
+        transfers = net.workers[name].transfers
+        monkeypatch.setattr(transfers, "look", watched(name, transfers.look))
+    started(net, request("r", prompt(300), max_tokens=60), 4)
+    net.workers["d0"].transfers.faults.add(Fault.DELAY, 2, delay_s=0.02)
+    moving = move(net, "r")
+    net.run()
+    migrated(net.answers[moving])
+    for name, looks in looked.items():
+        assert set(looks) == {("inproc", Stage.COMMITTING)}, name
+    net.check()
+
+
 def test_it_goes_on_decoding_while_its_blocks_are_copied(net: Net) -> None:
     req = request("r", prompt(300), max_tokens=60)
     started(net, req, 4)

@@ -25,6 +25,7 @@ from decode_node.service import DecodeLimits, DecodeNode
 from engine.engine import Engine
 from kvtransfer.engine import TransferEngine
 from kvtransfer.faults import Fault
+from kvtransfer.lingering import Lingering
 from kvtransfer.rates import PeerRate
 from kvtransfer.types import TransferStats
 from prefill_node.service import PrefillLimits, PrefillNode
@@ -114,6 +115,7 @@ class Worker:
         self.info = describe(settings, engine, transfers)
         self.outbox: list[tuple[int, Outgoing]] = []
         self.draining = False
+        self._looking = Lingering()
         self._ask_ids = count(1)
         self._reports = _Reports(self)
         self.kv_events = 0
@@ -230,10 +232,13 @@ class Worker:
             any(room.transferred(event, now) for room in rooms)  # the first to know it takes it
 
     def _look_for(self, tail: Callable[[], str | None], now: float) -> None:
-        """Let a step wait for the last bytes of a move, `TAIL_S` at most."""
+        """Let a step wait for the last bytes of a move, `TAIL_S` at most, and less often where that was in vain."""
+        if tail() is None or self._looking.spared():
+            return
         until_s = time.monotonic() + TAIL_S
         while (scheme := tail()) is not None and self.transfers.look(scheme, until_s):
             self._hear(now)
+        self._looking.ended(well=tail() is None)
 
     def _give_way(self) -> None:
         """Transfers go gently while there are steps to do with this machine's own cores."""

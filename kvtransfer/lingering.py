@@ -1,4 +1,4 @@
-"""Whether to look again and again for what comes next, or to sleep until it wakes somebody.
+"""Whether to look again and again for what comes next, or to sleep (or to work on) until it wakes somebody.
 
 Waking a thread costs more than moving a small block, and Linux may keep two processes that only ever wake each other on
 one core. So both ends of a small push look for a moment: the source's owner for its end, the destination's I/O thread

@@ -127,6 +127,16 @@ def test_both_ends_let_a_step_wait_for_the_tail_of_a_move_and_for_no_other_bytes
     net.check()
 
 
+def test_a_tail_that_never_comes_costs_few_steps_a_wait(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    worker = net.workers["d1"]
+    monkeypatch.setattr(worker.decode, "arrives_by", lambda: "inproc")
+    monkeypatch.setattr(worker.transfers, "look", lambda scheme, until_s: bool(looks.append(scheme)))
+    for _ in range(100):
+        worker.prepare(net.now)
+    assert len(looks) == 6, "at the steps 1, 3, 7, 15, 31 and 63"
+
+
 def test_it_goes_on_decoding_while_its_blocks_are_copied(net: Net) -> None:
     req = request("r", prompt(300), max_tokens=60)
     started(net, req, 4)

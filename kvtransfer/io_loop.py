@@ -47,7 +47,9 @@ SLICE_S = 0.0001
 before, the kernel's choice): a step loses no whole turn of the kernel's, and a short message does not wait for one."""
 REST, MAX_REST_S = 0.5, 0.001
 """While its owner works on this machine's cores and memory the thread rests after a turn longer than a slice, for this
-part of it: what it moves comes and goes through the memory that a step reads the model from."""
+part of it: what it moves comes and goes through the memory that a step reads the model from. Longer rests cost those
+who wait for little: with 2.0 and 5 ms a step beside tcp at full rate takes 1.12 to 1.28 times as long in the p99
+instead of 1.18 to 1.34, but of the moves over tcp one in ten pauses for more than two steps instead of one in fifty."""
 
 
 Timer = tuple[float, Callable[[], None]]

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cluster import run_state
+from cluster.show import ask_gateway
 from tandem import AsyncClient, errors
 from tandem.client import Options, ServedBy
 
@@ -40,7 +41,7 @@ PREFIX = "tandem-host"
 BRIDGE = "tandem-br"
 NETWORK = "10.214.0"
 RAY_PORT = 6379
-HTTP, GRPC = "http://127.0.0.1:8000", "127.0.0.1:50051"
+GRPC = "127.0.0.1:50051"
 START_S, PATIENCE_S = 240.0, 90.0
 STREAMS, ANSWER_TOKENS, LONG_TOKENS = 4, 300, 1200
 SLA = Path(__file__).parents[1] / "deploy" / "example-1p2d.sla.yaml"
@@ -281,19 +282,13 @@ async def serves(client: AsyncClient) -> bool:
 
 async def order(word: str, worker: str) -> None:
     """What `tandem drain` and `tandem undrain` do."""
-    await asyncio.to_thread(gateway_says, "POST", f"/{word}/{worker}")
+    await asyncio.to_thread(ask_gateway, run_state.load(), f"/{word}/{worker}", method="POST")
 
 
 async def status(worker: str) -> dict[str, Any]:
     """See `cluster.cluster_status.WorkerStatus`."""
-    told = await asyncio.to_thread(gateway_says, "GET", "/status")
+    told = await asyncio.to_thread(ask_gateway, run_state.load(), "/status")
     return next(one for one in told["workers"] if one["name"] == worker)
-
-
-def gateway_says(method: str, path: str) -> dict[str, Any]:
-    with urllib.request.urlopen(urllib.request.Request(HTTP + path, method=method), timeout=PATIENCE_S) as answer:
-        told: dict[str, Any] = json.load(answer)
-    return told
 
 
 async def host_of(worker: str) -> int:

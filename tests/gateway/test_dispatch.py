@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scripted import REPORT, Bench, ScriptedRouter, bench, ids, until, worker
@@ -39,6 +40,18 @@ async def _flight(made: Bench, *, prompt_logprobs: int | None = None, **fields: 
 async def _run(made: Bench, flight: Flight) -> list[Delta]:
     async with asyncio.timeout(5):
         return [delta async for delta in made.dispatch.run(flight)]
+
+
+async def _bereft(
+    made: Bench, worker: str = "decode-0", *, tokens: int = 1, **fields: Any
+) -> tuple[Flight, asyncio.Task[list[Delta]]]:
+    """A request that has told so many tokens when it loses its decode worker; others hold after their first token."""
+    made.workers.hold = True
+    flight = await _flight(made, **fields)
+    running = asyncio.create_task(_run(made, flight))
+    await until(lambda: flight.tokens == tokens)
+    made.hub.lost(worker, "1", "killed")
+    return flight, running
 
 
 def _ids(deltas: list[Delta]) -> list[int]:
@@ -241,11 +254,7 @@ async def test_a_worker_lost_before_the_first_token_is_replaced() -> None:
 
 async def test_an_answer_whose_worker_is_lost_goes_on_at_another_behind_the_tokens_that_are_out() -> None:
     async with bench(router=_two_pairs()) as made:
-        made.workers.hold = True
-        flight = await _flight(made, prompt_logprobs=0)
-        running = asyncio.create_task(_run(made, flight))
-        await until(lambda: flight.tokens == 1)
-        made.hub.lost("decode-0", "1", "killed")
+        flight, running = await _bereft(made, prompt_logprobs=0)
         await until(lambda: flight.tokens == 2)
         made.workers.go.set()
         assert _ids(await running) == ids("Hello, world")
@@ -271,11 +280,7 @@ async def test_what_is_cached_where_an_answer_goes_on_does_not_count_as_prompt()
 async def test_an_answer_goes_on_at_a_worker_that_had_declined_it_before_its_first_token() -> None:
     async with bench(router=_two_pairs()) as made:
         made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "decode-0 is draining")]
-        made.workers.hold = True
-        flight = await _flight(made)
-        running = asyncio.create_task(_run(made, flight))
-        await until(lambda: flight.tokens == 1)
-        made.hub.lost("decode-1", "1", "killed")
+        flight, running = await _bereft(made, "decode-1")
         made.workers.go.set()
         assert _ids(await running) == ids("Hello, world")
         assert flight.outcome is not None
@@ -284,11 +289,7 @@ async def test_an_answer_goes_on_at_a_worker_that_had_declined_it_before_its_fir
 
 async def test_an_answer_that_nobody_is_left_to_go_on_with_is_an_error_and_keeps_what_it_has() -> None:
     async with bench() as made:
-        made.workers.hold = True
-        flight = await _flight(made)
-        running = asyncio.create_task(_run(made, flight))
-        await until(lambda: flight.tokens == 1)
-        made.hub.lost("decode-0", "1", "killed")
+        flight, running = await _bereft(made)
         assert _ids(await running) == ids("H")
         assert flight.outcome is not None
         assert flight.outcome.code is Code.UNAVAILABLE
@@ -297,11 +298,7 @@ async def test_an_answer_that_nobody_is_left_to_go_on_with_is_an_error_and_keeps
 
 async def test_several_sequences_whose_worker_is_lost_after_the_first_token_are_an_error_never_other_text() -> None:
     async with bench(router=_two_pairs()) as made:
-        made.workers.hold = True
-        flight = await _flight(made, n=2)
-        running = asyncio.create_task(_run(made, flight))
-        await until(lambda: flight.tokens == 2)
-        made.hub.lost("decode-0", "1", "killed")
+        flight, running = await _bereft(made, tokens=2, n=2)
         assert _ids(await running) == ids("HH")
         assert flight.outcome is not None
         assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 1)

@@ -26,7 +26,7 @@ from cluster import net_devices, tiers
 from cluster.ipc import LAST_WORD, RankSettings, from_json
 from cluster.worker import Worker
 from engine.engine import Engine
-from engine.errors import ConfigError, ModelError, TandemError
+from engine.errors import ConfigError, ModelError, TandemError, too_much
 from kvtransfer.device import DeviceRegion, Region
 from kvtransfer.engine import TransferEngine
 from kvtransfer.errors import TransferError
@@ -258,8 +258,7 @@ def staging_memory(settings: RankSettings) -> memoryview:
     try:
         return memoryview(make(settings.staging_bytes))
     except (OSError, OverflowError, ValueError) as error:
-        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
-        raise ConfigError("staging_bytes", settings.staging_bytes, remedy) from error
+        raise too_much("staging_bytes", settings.staging_bytes, error) from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, too_much
 from engine.info import EngineInfo
 from kvtransfer.tiers import block_file
 from kvtransfer.tiers.store import TierStore
@@ -44,8 +44,7 @@ def attach(
     try:
         store = TierStore(info.block_bytes, settings, fingerprint=fingerprint(info), clock=clock, wake=wake)
     except (OSError, OverflowError, MemoryError) as error:
-        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
-        raise ConfigError("host_bytes", settings.host_bytes, remedy) from error
+        raise too_much("host_bytes", settings.host_bytes, error) from error
     engine.attach_tiers(store, announce=role == "prefill")
     return store
 

@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.cpu_runner import CpuRunner
 from engine.cuda_graphs import DecodeGraphs, decode_graphs_for
-from engine.errors import ConfigError
+from engine.errors import ConfigError, too_much
 from engine.info import ModelFacts
 from engine.kernels.cpu.build import Unavailable
 from engine.kv import KVLayout, KVPool
@@ -76,8 +76,7 @@ def _pool(layout: KVLayout, device: str, *, shared: bool) -> KVPool:
     try:
         return KVPool(layout, device, shared=shared)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-        remedy = f"no more than {device} has: {str(error) or type(error).__name__}"
-        raise ConfigError("kv_memory_bytes", layout.pool_bytes, remedy) from error
+        raise too_much("kv_memory_bytes", layout.pool_bytes, error, device) from error
 
 
 def _runner(config: EngineConfig, checkpoint: Checkpoint, pool: KVPool) -> ModelRunner | CpuRunner:

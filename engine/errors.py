@@ -25,5 +25,10 @@ class ConfigError(TandemError):
         super().__init__(f"{field} {self.fault}")
 
 
+def too_much(field: str, value: object, error: BaseException, place: str = "this machine") -> ConfigError:
+    """Memory of that size could not be had there."""
+    return ConfigError(field, value, f"no more than {place} has: {str(error) or type(error).__name__}")
+
+
 class ModelError(TandemError):
     """A checkpoint cannot be served: an unsupported architecture, or a missing, truncated or mismatched tensor."""

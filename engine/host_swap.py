@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
+from engine.errors import too_much
 from engine.kv import KVLayout, KVPool
 from engine.swap import Pairs
 
@@ -177,8 +177,7 @@ def _mapped(layout: KVLayout, blocks: int) -> torch.Tensor:
     try:
         return KVPool(replace(layout, num_blocks=blocks)).tensor
     except (OSError, OverflowError, MemoryError) as error:
-        remedy = f"no more than this machine has: {str(error) or type(error).__name__}"
-        raise ConfigError("swap_bytes", blocks * layout.block_bytes, remedy) from error
+        raise too_much("swap_bytes", blocks * layout.block_bytes, error) from error
 
 
 def _pinned(layout: KVLayout, blocks: int) -> torch.Tensor:

@@ -123,6 +123,7 @@ class Cluster:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            "RAY_worker_niceness": "0",
             "TANDEM_RUN_DIR": str(self.folder / "run"),
             "UCX_TLS": "tcp,self",
         }

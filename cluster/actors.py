@@ -379,3 +379,6 @@ def _kill_there(process: processes.Process) -> None:
 def _log_to_stderr(name: str) -> None:
     """Ray keeps an actor's stderr in its session's logs."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", force=True)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness > 0:
+        log.warning("niceness %d: others on this machine go first; start Ray with RAY_worker_niceness=0", niceness)

@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 
 import pytest
-from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, idle, listening
+from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, command_line, idle, listening
 
 from cluster import processes
 from tandem import Client
@@ -21,15 +19,8 @@ from tandem.errors import RequestError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-ENOUGH = ("told enough", "")
-
-
-@dataclass(frozen=True)
-class End:
-    """How a request ended, on which decode worker if that is known, and when."""
-
-    how: tuple[str, str]
-    token_ids: tuple[int, ...]
+ENOUGH = "told enough"
+MOST_STREAMS = 8
 
 
 class Reader:
@@ -37,26 +28,33 @@ class Reader:
 
     def __init__(self, client: Client, max_tokens: int) -> None:
         self._pieces = client.chat(
-            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=60.0
+            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=120.0
         )
+        self._enough = threading.Event()
+        self._reading: Future[str] | None = None
         self.token_ids: list[int] = []
         self.text = ""
-        self.enough = threading.Event()
 
-    def read(self) -> End:
-        how = "", ""
+    def begin(self, pool: ThreadPoolExecutor) -> None:
+        self._reading = pool.submit(self._read)
+
+    def ended_at_enough(self) -> str:
+        """How it ended: `ENOUGH` when it has been well until now."""
+        self._enough.set()
+        assert self._reading is not None
+        return self._reading.result(20)
+
+    def _read(self) -> str:
         try:
             with closing(self._pieces):
                 for piece in self._pieces:
                     self.token_ids += piece.token_ids
                     self.text += piece.text
-                    how = str(piece.finish_reason or ""), piece.served_by.decode_worker
-                    if self.enough.is_set():
-                        how = ENOUGH
-                        break
+                    if self._enough.is_set():
+                        return ENOUGH
         except RequestError as error:
-            how = type(error).__name__, ""
-        return End(how, tuple(self.token_ids))
+            return type(error).__name__
+        return "it ended by itself"
 
 
 def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode: Cluster) -> None:
@@ -67,42 +65,39 @@ def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode:
     assert [address for address in addresses if not address.startswith("127.")] == []
 
 
+def test_no_process_of_a_cluster_is_nicer_to_others_than_whoever_started_it(two_decode: Cluster) -> None:
+    two_decode.until_all_alive()
+    family = {one.pid for one in processes.descendants(two_decode.process.pid)}
+    assert {two_decode.rank(name) for name in ("prefill-0", "decode-0", "decode-1")} <= family
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [command_line(pid) for pid in family if os.getpriority(os.PRIO_PROCESS, pid) > own] == []
+
+
 def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     with two_decode.client() as client, ThreadPoolExecutor(1) as pool:
         stream = Reader(client, max_tokens=4000)
-        reading = pool.submit(stream.read)
+        stream.begin(pool)
         two_decode.until("it decodes", lambda status: sum(_running(status).values()) == 1, timeout_s=20)
         source, other = sorted(_running(two_decode.status()).items(), key=lambda each: -each[1])
         assert "is draining" in two_decode.tandem("drain", source[0])
         two_decode.until("moved", lambda status: _running(status) == {source[0]: 0, other[0]: 1}, timeout_s=20)
-        moved = len(stream.token_ids)
         two_decode.until("the source is empty", lambda status: idle(_only(status, source[0])), timeout_s=10)
-        two_decode.until("the stream goes on", lambda status: len(stream.token_ids) > moved + 20, timeout_s=20)
         assert {ask_capital(client).served_by.decode_worker for _ in range(3)} == {other[0]}
-        stream.enough.set()
-        assert reading.result(20).how == ENOUGH
+        _go_on_undisturbed(two_decode, client, [stream])
         assert "is back" in two_decode.tandem("undrain", source[0])
         two_decode.until_all_serve(client, "decode")
-        undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=len(stream.token_ids), ignore_eos=True)
-        assert list(undisturbed.token_ids) == stream.token_ids
-        assert undisturbed.text.startswith(stream.text)
     two_decode.until_idle()
 
 
 def test_answers_of_a_killed_decode_worker_go_on_at_the_other_and_read_as_undisturbed(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
-    with two_decode.client() as client, ThreadPoolExecutor(4) as pool:
-        streams = [Reader(client, max_tokens=400) for _ in range(4)]
-        asked = [pool.submit(stream.read) for stream in streams]
-        _until_all_decode(two_decode, streams)
+    with two_decode.client() as client, ThreadPoolExecutor(MOST_STREAMS) as pool:
+        streams = _on_every_worker(two_decode, client, pool)
         os.kill(two_decode.control("decode-0"), signal.SIGKILL)
         two_decode.until("it is noticed", lambda status: _health(status, "decode-0") != "alive", timeout_s=6)
         assert ask_capital(client).served_by.decode_worker == "decode-1", "nothing goes to the dead one"
-        ended = [future.result(60) for future in asked]
-        assert [end.how for end in ended] == [("length", "decode-1")] * 4
-        undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True)
-        assert {end.token_ids for end in ended} == {undisturbed.token_ids}
+        _go_on_undisturbed(two_decode, client, streams)
         two_decode.until_all_alive()
         two_decode.until_all_serve(client, "decode")
     two_decode.until_idle()
@@ -111,34 +106,50 @@ def test_answers_of_a_killed_decode_worker_go_on_at_the_other_and_read_as_undist
 def test_answers_of_a_stopped_decode_worker_go_on_when_it_is_fenced(two_decode: Cluster) -> None:
     two_decode.until_all_alive()
     incarnation = two_decode.worker("decode-1")["incarnation"]
-    with two_decode.client() as client, ThreadPoolExecutor(2) as pool:
-        streams = [Reader(client, max_tokens=400) for _ in range(2)]
-        asked = [pool.submit(stream.read) for stream in streams]
+    with two_decode.client() as client, ThreadPoolExecutor(MOST_STREAMS) as pool:
         control, rank = two_decode.control("decode-1"), two_decode.rank("decode-1")
-        assert _until_all_decode(two_decode, streams) == {"decode-0": 1, "decode-1": 1}
+        streams = _on_every_worker(two_decode, client, pool)
         os.kill(control, signal.SIGSTOP)
         os.kill(rank, signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        assert [asked[0].result(60).how, asked[1].result(60).how] == [("length", "decode-0")] * 2
-        assert time.monotonic() - stopped_s < 60
+        _go_on_undisturbed(two_decode, client, streams)
         two_decode.until("another incarnation", lambda status: _other(status, incarnation), timeout_s=60)
         two_decode.until_all_alive()
         two_decode.until_all_serve(client, "decode")
     two_decode.until_idle()
 
 
-def _until_all_decode(cluster: Cluster, streams: Sequence[Reader]) -> dict[str, int]:
-    """Wait until all of them decode, some on every decode worker, and each has told its reader a token. How many on
-    each."""
+def _on_every_worker(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> list[Reader]:
+    """Answers, until every decode worker writes one; each has told its reader a token. A worker that a busy machine
+    kept silent may be passed over for a moment, so that two need not be enough."""
+    streams: list[Reader] = []
     running: dict[str, int] = {}
 
-    def all_decode(status: dict) -> bool:  # type: ignore[type-arg]
+    def it_decodes(status: dict) -> bool:  # type: ignore[type-arg]
         running.update(_running(status))
-        told = all(stream.token_ids for stream in streams)
-        return told and sum(running.values()) == len(streams) and all(running.values())
+        return bool(streams[-1].token_ids) and sum(running.values()) == len(streams)
 
-    cluster.until(f"all {len(streams)} decode", all_decode, timeout_s=20)
-    return running
+    while not running or not all(running.values()):
+        assert len(streams) < MOST_STREAMS, f"they are all at one worker: {running}"
+        streams.append(Reader(client, max_tokens=4000))
+        streams[-1].begin(pool)
+        cluster.until(f"number {len(streams)} decodes", it_decodes, timeout_s=20)
+    return streams
+
+
+def _go_on_undisturbed(cluster: Cluster, client: Client, streams: Sequence[Reader]) -> None:
+    """All of them, for twenty tokens more, and with the text that one alone has."""
+    told = [len(stream.token_ids) for stream in streams]
+    cluster.until(
+        "they go on",
+        lambda status: all(len(stream.token_ids) > n + 20 for stream, n in zip(streams, told, strict=True)),
+        timeout_s=40,
+    )
+    assert [stream.ended_at_enough() for stream in streams] == [ENOUGH] * len(streams)
+    longest = max(len(stream.token_ids) for stream in streams)
+    undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=longest, ignore_eos=True)
+    for stream in streams:
+        assert stream.token_ids == list(undisturbed.token_ids[: len(stream.token_ids)])
+        assert undisturbed.text.startswith(stream.text)
 
 
 def _running(status: dict) -> dict[str, int]:  # type: ignore[type-arg]

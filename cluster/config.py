@@ -161,6 +161,8 @@ class TimeoutsSection:
     connect_s: float = 2.0
     request_s: float = 600.0
     """For classes that name no timeout; `load_config` writes it into them."""
+    resume_s: float = 30.0
+    """What an answer that lost its decode worker waits for another, or for that one to be started again."""
     start_s: float = 180.0
     drain_s: float = 30.0
     restart_backoff_s: float = 1.0

@@ -228,6 +228,7 @@ _TIMEOUTS = Section(
         "quiet": Setting("quiet_s", duration),
         "connect": Setting("connect_s", duration),
         "request": Setting("request_s", duration),
+        "resume": Setting("resume_s", duration),
         "start": Setting("start_s", duration),
         "drain": Setting("drain_s", duration),
         "restart_backoff": Setting("restart_backoff_s", duration),

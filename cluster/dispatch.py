@@ -12,10 +12,12 @@
    happens to a request is an item of its stream, and `run` is one loop over it. A request may have several sequences:
    they come in one stream, told apart by their index, and it ends with the last of them.
 3. UNAVAILABLE and STALE are tried elsewhere a few times, NO_ROOM until the deadline, with back-off once nobody else is
-   left. What one worker says of the other (a failed transfer) is about their link: the other is passed over for a
-   while, not accused. A request that has tokens already takes them along: another decode worker computes prompt and
-   answer so far and goes on, and since everything follows from the tokens, the text is the same. Several sequences
-   cannot do so; there an error after the first token is an error, never a 200 with other text.
+   left; then those that did not answer are asked again, too, for a moment's silence is no death. What one worker says
+   of the other (a failed transfer) is about their link: the other is passed over for a while, not accused. A request
+   that has tokens already takes them along: another decode worker computes prompt and answer so far and goes on, and
+   since everything follows from the tokens, the text is the same. When none is alive it waits a while for one to be
+   started again. Several sequences cannot do so; there an error after the first token is an error, never a 200 with
+   other text.
 4. A running request may move to another decode worker. Its old one's last delta says so; the new one is asked for the
    rest (`Follow`), and is from then on the one to abort, to suspect and to name in the outcome.
 5. In the `finally`, exactly one of finished, aborted, failed becomes the `Outcome`; workers that still hold the
@@ -108,6 +110,8 @@ class Limits:
     """How long a finished request waits for prefill's report."""
     attempts: int = 4
     """For workers that are gone; a full pool is asked until the deadline."""
+    resume_s: float = 30.0
+    """How long after its latest token an answer waits for a decode worker to go on at, when none is alive."""
     backoff_s: float = 0.02
     max_backoff_s: float = 1.0
 
@@ -207,6 +211,11 @@ class Flight:
     def may_go_on(self) -> bool:
         """Whether another decode worker can take it up where it is."""
         return self.request.branching is None or not self.tokens
+
+    @property
+    def before(self) -> str:
+        """What the last attempt ended with, to be added to why there is none any more."""
+        return f" (before: {self.declined.message})" if self.declined else ""
 
     def stopped(self, index: int) -> None:
         """The gateway met a stop string. When that was the last sequence, closing the stream is an end, no abort."""
@@ -392,7 +401,7 @@ class Dispatch:
         return True
 
     async def _place(self, flight: Flight) -> Placement | None:
-        """Ask the router; while workers were only passed over, ask again until the deadline."""
+        """Ask the router, and again after a rest where waiting may help."""
         attempt_id = flight.request.request_id + (f"~{flight.attempts}" if flight.attempts else "")
         view = replace(flight.view, request_id=attempt_id)
         if flight.generated:
@@ -408,14 +417,26 @@ class Dispatch:
             if isinstance(placed, Placement):
                 flight.placed_s = flight.placed_s if flight.tokens else self._clock()
                 return placed
-            if not flight.passed_over:
-                before = f" (before: {flight.declined.message})" if flight.declined else ""
-                flight.failure = Declined(placed.code, placed.reason + before)
+            if not self._worth_a_rest(flight, placed):
+                flight.failure = Declined(placed.code, placed.reason + flight.before)
                 return None
-            flight.passed_over = frozenset()
             await self._rest(flight)
-        flight.failure = flight.failure or Declined(Code.DEADLINE, "the deadline passed before a worker had room")
+        late = Declined(Code.DEADLINE, "the deadline passed before a worker took the request" + flight.before)
+        flight.failure = flight.failure or late
         return None
+
+    def _worth_a_rest(self, flight: Flight, refusal: Refusal) -> bool:
+        """Whether a request that the router refused may be taken later: by who had no room, by who did not answer, or
+        by a worker that comes back while an answer has stopped in its middle. Those are no longer excluded then."""
+        if flight.passed_over:
+            flight.passed_over = frozenset()
+            return True
+        if refusal.code is not Code.UNAVAILABLE:
+            return False
+        if flight.gone:
+            flight.gone = frozenset()
+            return True
+        return bool(flight.generated) and self._clock() - flight.last_s[0] < self._limits.resume_s
 
     async def _rest(self, flight: Flight) -> None:
         """Longer each time; an abort ends it."""

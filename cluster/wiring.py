@@ -69,7 +69,7 @@ def control_settings(config: TandemConfig, secret: str, *, host: str = LOOPBACK)
 
 
 def dispatch_limits(config: TandemConfig) -> Limits:
-    return Limits(control_timeout_s=config.timeouts.connect_s)
+    return Limits(control_timeout_s=config.timeouts.connect_s, resume_s=config.timeouts.resume_s)
 
 
 def gateway_settings(config: TandemConfig) -> GatewaySettings:

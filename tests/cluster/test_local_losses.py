@@ -84,6 +84,19 @@ async def test_an_answer_survives_the_loss_of_one_worker_after_the_other(toy: Pa
         assert (ids(tokens), outcome.code) == (alone(req), None)
 
 
+async def test_an_answer_whose_only_worker_is_killed_goes_on_when_that_has_been_started_again(
+    toy: Path, alone: Alone
+) -> None:
+    reqs = [request(f"r{i}", 60 + i, salt=i, max_tokens=80, ignore_eos=True) for i in range(3)]
+    async with running(toy, config(1, 1)) as cluster:
+        tasks = [asyncio.create_task(cluster.generate(req)) for req in reqs]
+        for req in reqs:
+            await told(cluster, req.request_id, 10)
+        cluster.kill("decode-0")
+        for req, (tokens, outcome) in zip(reqs, await asyncio.gather(*tasks), strict=True):
+            assert (ids(tokens), outcome.code, outcome.decode) == (alone(req), None, "decode-0")
+
+
 async def test_an_answer_whose_worker_falls_silent_goes_on_when_that_is_fenced(toy: Path, alone: Alone) -> None:
     req = request("r", 80, max_tokens=60, ignore_eos=True)
     async with running(toy, config(1, 2)) as cluster:
@@ -123,7 +136,7 @@ async def test_a_lost_answer_with_one_token_to_go_gets_that_one(toy: Path, alone
 
 async def test_with_nobody_to_go_on_the_client_keeps_what_it_has_and_hears_unavailable(toy: Path, alone: Alone) -> None:
     settings = config(1, 1)
-    settings = replace(settings, timeouts=replace(settings.timeouts, restart_backoff_s=60.0))
+    settings = replace(settings, timeouts=replace(settings.timeouts, restart_backoff_s=60.0, resume_s=0.3))
     req = request("r", 40, max_tokens=80, ignore_eos=True)
     async with running(toy, settings) as cluster:
         task = asyncio.create_task(cluster.generate(req))

@@ -285,6 +285,9 @@ class Bench:
 
 
 LIMITS = Limits()
+IMPATIENT = Limits(backoff_s=0.001, max_backoff_s=0.002, resume_s=0.02)
+"""An answer that loses its decode worker waits hardly at all for one to go on at."""
+NOBODY = Refusal(Code.UNAVAILABLE, "no decode worker takes requests")
 
 
 @asynccontextmanager

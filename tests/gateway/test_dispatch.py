@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted import REPORT, Bench, ScriptedRouter, bench, ids, until, worker
+from scripted import IMPATIENT, NOBODY, REPORT, Bench, ScriptedRouter, bench, ids, until, worker
 
 from cluster.dispatch import Flight, Limits
 from cluster.snapshot import Placement, Refusal, RequestView
@@ -43,13 +43,15 @@ async def _run(made: Bench, flight: Flight) -> list[Delta]:
 
 
 async def _bereft(
-    made: Bench, worker: str = "decode-0", *, tokens: int = 1, **fields: Any
+    made: Bench, worker: str = "decode-0", *, tokens: int = 1, refusal: Refusal | None = None, **fields: Any
 ) -> tuple[Flight, asyncio.Task[list[Delta]]]:
-    """A request that has told so many tokens when it loses its decode worker; others hold after their first token."""
+    """A request that has told so many tokens when it loses its decode worker; others hold after their first token, or
+    the router refuses them."""
     made.workers.hold = True
     flight = await _flight(made, **fields)
     running = asyncio.create_task(_run(made, flight))
     await until(lambda: flight.tokens == tokens)
+    made.router.refusal = refusal
     made.hub.lost(worker, "1", "killed")
     return flight, running
 
@@ -171,14 +173,41 @@ async def test_a_link_that_stays_broken_fails_the_request_after_a_few_tries() ->
         assert "the transfer broke" in flight.outcome.message
 
 
-async def test_when_every_worker_failed_the_client_hears_unavailable_and_why() -> None:
-    async with bench() as made:
-        made.workers.declines["prefill-0", Submit] = [Declined(Code.UNAVAILABLE, "the transfer broke")]
+async def test_when_every_worker_failed_again_and_again_the_client_hears_unavailable_and_why() -> None:
+    async with bench(limits=SLOW) as made:
+        made.workers.declines["prefill-0", Submit] = [Declined(Code.UNAVAILABLE, "the transfer broke")] * 5
         flight = await _flight(made)
         assert await _run(made, flight) == []
         assert flight.outcome is not None
-        assert flight.outcome.code is Code.UNAVAILABLE
+        assert (flight.outcome.code, flight.outcome.attempts) == (Code.UNAVAILABLE, 4)
         assert "the transfer broke" in flight.outcome.message
+
+
+@pytest.mark.parametrize(("who", "question"), [("decode-0", Expect), ("prefill-0", Submit)])
+async def test_the_only_worker_of_its_pool_is_asked_again_after_a_moments_silence(who: str, question: type) -> None:
+    async with bench(limits=SLOW) as made:
+        made.workers.declines[who, question] = [Declined(Code.UNAVAILABLE, "it cannot be asked")] * 2
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.attempts, made.router.suspects) == (3, [who, who])
+
+
+async def test_a_worker_that_did_not_answer_is_not_asked_again_while_another_has_not_been() -> None:
+    async with bench(router=_two_pairs(), limits=SLOW) as made:
+        made.workers.declines["decode-0", Expect] = [Declined(Code.UNAVAILABLE, "it cannot be asked")]
+        made.workers.declines["decode-1", Expect] = [Declined(Code.NO_ROOM, "full")] * 3
+        flight = await _flight(made)
+        assert _ids(await _run(made, flight)) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-1", 5)
+
+
+async def test_a_request_that_has_told_nothing_does_not_wait_for_dead_workers() -> None:
+    async with bench(router=ScriptedRouter(refusal=NOBODY), limits=SLOW) as made:
+        flight = await _flight(made)
+        assert await _run(made, flight) == []
+        assert (len(made.router.placed), flight.rests) == (1, 0)
 
 
 async def test_when_every_worker_is_full_the_request_waits_for_room() -> None:
@@ -287,9 +316,30 @@ async def test_an_answer_goes_on_at_a_worker_that_had_declined_it_before_its_fir
         assert (flight.outcome.decode, flight.outcome.attempts) == ("decode-0", 3)
 
 
+async def test_an_answer_whose_only_worker_is_lost_goes_on_when_that_is_back() -> None:
+    async with bench(limits=SLOW) as made:
+        flight, running = await _bereft(made, refusal=NOBODY)
+        await until(lambda: flight.rests > 3)
+        made.router.refusal = None
+        made.workers.go.set()
+        assert _ids(await running) == ids("Hello, world")
+        assert flight.outcome is not None
+        assert (flight.outcome.code, flight.outcome.decode, flight.outcome.attempts) == (None, "decode-0", 2)
+
+
+async def test_an_abort_ends_the_wait_for_a_worker_to_go_on_at() -> None:
+    async with bench(limits=SLOW) as made:
+        flight, running = await _bereft(made, refusal=NOBODY)
+        await until(lambda: flight.rests > 3)
+        assert made.dispatch.abort("r0")
+        assert _ids(await running) == ids("H")
+        assert flight.outcome is not None
+        assert flight.outcome.code is Code.ABORTED
+
+
 async def test_an_answer_that_nobody_is_left_to_go_on_with_is_an_error_and_keeps_what_it_has() -> None:
-    async with bench() as made:
-        flight, running = await _bereft(made)
+    async with bench(limits=IMPATIENT) as made:
+        flight, running = await _bereft(made, refusal=NOBODY)
         assert _ids(await running) == ids("H")
         assert flight.outcome is not None
         assert flight.outcome.code is Code.UNAVAILABLE

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import REPORT, Bench, ScriptedRouter, bench, ids, toy_text, until, worker
+from scripted import IMPATIENT, NOBODY, REPORT, Bench, ScriptedRouter, bench, ids, toy_text, until, worker
 
 from cluster.http_server import HttpSettings, build_app
 from tandem.messages import Code, Declined, Expect
@@ -442,16 +442,17 @@ async def test_what_fails_before_the_first_token_has_its_own_status(
 ) -> None:
     async with served() as (made, client):
         made.workers.declines["decode-0", Expect] = [Declined(code, "no")] * 1000
-        asked = {"prompt": "a", "stream": stream, "timeout_s": 0.05}
+        asked = {"prompt": "a", "stream": stream, "timeout_s": 0.05 if status == 504 else 5.0}
         assert _error(await client.post(COMPLETIONS, json=asked), status)["type"] == kind
 
 
 async def test_what_fails_after_the_first_token_ends_the_stream_with_an_error_and_no_done() -> None:
-    async with served() as (made, client):
+    async with served(limits=IMPATIENT) as (made, client):
         made.workers.hold = True
         asking = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", "stream": True}))
         await until(lambda: bool(made.workers.running))
         await until(lambda: "r0" in made.dispatch._flights and made.dispatch._flights["r0"].tokens == 1)
+        made.router.refusal = NOBODY
         made.hub.lost("decode-0", "1", "killed")
         first, last = _events(await asking)
         assert first["choices"][0]["text"] == "H"

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import Bench, bench, until
+from scripted import IMPATIENT, NOBODY, Bench, bench, until
 
 from cluster.http_server import HttpServer, HttpSettings, build_app
 from cluster.inference_server import GrpcSettings, InferenceServer
@@ -69,7 +69,7 @@ async def test_the_openai_client_chats_streams_completes_and_lists() -> None:
 
 
 async def test_the_openai_client_raises_its_own_errors() -> None:
-    async with http(HttpSettings(api_key="k")) as (made, url), _openai(url) as client:
+    async with http(HttpSettings(api_key="k"), limits=IMPATIENT) as (made, url), _openai(url) as client:
         with pytest.raises(openai.BadRequestError, match="temperature") as bad:
             await client.chat.completions.create(model="toy", messages=HI, temperature=-1)
         assert bad.value.param == "temperature"
@@ -80,6 +80,7 @@ async def test_the_openai_client_raises_its_own_errors() -> None:
                 await stranger.models.list()
         made.workers.hold = True
         stream = await client.chat.completions.create(model="toy", messages=HI, stream=True)
+        made.router.refusal = NOBODY
         made.hub.lost("decode-0", "1", "killed")
         with pytest.raises(openai.APIError, match="lost"):
             async for _ in stream:

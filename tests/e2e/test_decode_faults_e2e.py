@@ -5,56 +5,18 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e_cluster import PROMPT, Cluster, all_alive, ask_capital, command_line, idle, listening
+from e2e_cluster import Cluster, all_alive, ask_capital, command_line, idle, listening
+from readers import Reader, go_on_undisturbed
 
 from cluster import processes
 from tandem import Client
-from tandem.errors import RequestError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-ENOUGH = "told enough"
 MOST_STREAMS = 8
-
-
-class Reader:
-    """Reads a stream until it ends or is told `enough`."""
-
-    def __init__(self, client: Client, max_tokens: int) -> None:
-        self._pieces = client.chat(
-            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=120.0
-        )
-        self._enough = threading.Event()
-        self._reading: Future[str] | None = None
-        self.token_ids: list[int] = []
-        self.text = ""
-
-    def begin(self, pool: ThreadPoolExecutor) -> None:
-        self._reading = pool.submit(self._read)
-
-    def ended_at_enough(self) -> str:
-        """How it ended: `ENOUGH` when it has been well until now."""
-        self._enough.set()
-        assert self._reading is not None
-        return self._reading.result(20)
-
-    def _read(self) -> str:
-        try:
-            with closing(self._pieces):
-                for piece in self._pieces:
-                    self.token_ids += piece.token_ids
-                    self.text += piece.text
-                    if self._enough.is_set():
-                        return ENOUGH
-        except RequestError as error:
-            return type(error).__name__
-        return "it ended by itself"
 
 
 def test_nothing_of_a_cluster_on_one_machine_listens_beyond_loopback(two_decode: Cluster) -> None:
@@ -84,7 +46,7 @@ def test_a_stream_leaves_a_drained_worker_and_reads_as_undisturbed(two_decode: C
         two_decode.until("moved", lambda status: _running(status) == {source[0]: 0, other[0]: 1}, timeout_s=20)
         two_decode.until("the source is empty", lambda status: idle(_only(status, source[0])), timeout_s=10)
         assert {ask_capital(client).served_by.decode_worker for _ in range(3)} == {other[0]}
-        _go_on_undisturbed(two_decode, client, [stream])
+        go_on_undisturbed(two_decode, client, [stream])
         assert "is back" in two_decode.tandem("undrain", source[0])
         two_decode.until_all_serve(client, "decode")
     two_decode.until_idle()
@@ -97,7 +59,7 @@ def test_answers_of_a_killed_decode_worker_go_on_at_the_other_and_read_as_undist
         os.kill(two_decode.control("decode-0"), signal.SIGKILL)
         two_decode.until("it is noticed", lambda status: _health(status, "decode-0") != "alive", timeout_s=6)
         assert ask_capital(client).served_by.decode_worker == "decode-1", "nothing goes to the dead one"
-        _go_on_undisturbed(two_decode, client, streams)
+        go_on_undisturbed(two_decode, client, streams)
         two_decode.until_all_alive()
         two_decode.until_all_serve(client, "decode")
     two_decode.until_idle()
@@ -111,7 +73,7 @@ def test_answers_of_a_stopped_decode_worker_go_on_when_it_is_fenced(two_decode: 
         streams = _on_every_worker(two_decode, client, pool)
         os.kill(control, signal.SIGSTOP)
         os.kill(rank, signal.SIGSTOP)
-        _go_on_undisturbed(two_decode, client, streams)
+        go_on_undisturbed(two_decode, client, streams)
         two_decode.until("another incarnation", lambda status: _other(status, incarnation), timeout_s=60)
         two_decode.until_all_alive()
         two_decode.until_all_serve(client, "decode")
@@ -134,22 +96,6 @@ def _on_every_worker(cluster: Cluster, client: Client, pool: ThreadPoolExecutor)
         streams[-1].begin(pool)
         cluster.until(f"number {len(streams)} decodes", it_decodes, timeout_s=20)
     return streams
-
-
-def _go_on_undisturbed(cluster: Cluster, client: Client, streams: Sequence[Reader]) -> None:
-    """All of them, for twenty tokens more, and with the text that one alone has."""
-    told = [len(stream.token_ids) for stream in streams]
-    cluster.until(
-        "they go on",
-        lambda status: all(len(stream.token_ids) > n + 20 for stream, n in zip(streams, told, strict=True)),
-        timeout_s=40,
-    )
-    assert [stream.ended_at_enough() for stream in streams] == [ENOUGH] * len(streams)
-    longest = max(len(stream.token_ids) for stream in streams)
-    undisturbed = client.chat(PROMPT, temperature=0.0, max_tokens=longest, ignore_eos=True)
-    for stream in streams:
-        assert stream.token_ids == list(undisturbed.token_ids[: len(stream.token_ids)])
-        assert undisturbed.text.startswith(stream.text)
 
 
 def _running(status: dict) -> dict[str, int]:  # type: ignore[type-arg]

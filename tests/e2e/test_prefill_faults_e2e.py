@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from e2e_cluster import PROMPT, Cluster, ask_capital, idle
+from readers import Reader, go_on_undisturbed
 
 from cluster import processes
 from tandem import Client
@@ -104,6 +105,18 @@ def test_a_stopped_control_is_killed_too(two_prefill: Cluster) -> None:
     two_prefill.until_all_alive()
     with two_prefill.client() as client:
         two_prefill.until_all_serve(client, "prefill")
+
+
+def test_an_answer_whose_only_decode_worker_is_killed_goes_on_when_that_is_back(two_prefill: Cluster) -> None:
+    two_prefill.until_all_alive()
+    with two_prefill.client() as client, ThreadPoolExecutor(1) as pool:
+        stream = Reader(client, max_tokens=4000)
+        stream.begin(pool)
+        two_prefill.until("it decodes", lambda status: bool(stream.token_ids), timeout_s=10)
+        os.kill(two_prefill.control("decode-0"), signal.SIGKILL)
+        two_prefill.until("it is noticed", lambda status: _state(status, "decode-0")["health"] != "alive", timeout_s=6)
+        go_on_undisturbed(two_prefill, client, [stream])
+    two_prefill.until_idle()
 
 
 def test_a_request_whose_client_leaves_holds_nothing(two_prefill: Cluster) -> None:

@@ -8,6 +8,7 @@ the router (`cluster.supervisor`). Nobody is asked through Ray for a token: a re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -23,9 +24,9 @@ from cluster import models, processes
 from cluster.cluster_status import ClusterStatus
 from cluster.config import ROLES, TandemConfig, worker_names
 from cluster.gateway_host import Addresses, GatewayHost, RouterAway
+from cluster.hang_watch import MOST_MISSED, HangWatch
 from cluster.outcome import Outcome
 from cluster.router_host import RouterHost, Whereabouts
-from cluster.router_watch import MOST_MISSED, RouterWatch
 from cluster.snapshot import Placement, Refusal, RequestView
 from cluster.supervisor import Fenced
 from cluster.wiring import LOOPBACK, model_source
@@ -40,6 +41,8 @@ T = TypeVar("T")
 ROUTER, GATEWAY = "router", "gateway"
 ASK_S = 10.0
 """For a call between actors that should take a millisecond."""
+AWAIT_S = 0.5
+"""Between two questions to a router that is being restarted."""
 END_NOW = 70
 """Exit code by which a worker's process makes way for the next."""
 
@@ -56,6 +59,9 @@ class RouterActor:
         self._node_id = ray.get_runtime_context().get_node_id()
         self.host = RouterHost(config, secret, self._kill)
         await self.host.start()
+        # It asks once in a turn of ours or two, and takes its answers along when it is killed: patience is cheap here.
+        self._gateway = HangWatch(most_missed=2 * MOST_MISSED, most_awaited=None)
+        self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(config.timeouts.fence_s))
 
     async def turn(self, name: str, where: Whereabouts) -> Declined | None:
         return await self.host.turn(name, where)
@@ -93,8 +99,21 @@ class RouterActor:
     async def drain(self, name: str, draining: bool) -> str:
         return await self.host.drain(name, draining)
 
-    async def whereabouts(self) -> Whereabouts:
+    async def whereabouts(self, gateway: Whereabouts) -> Whereabouts:
+        """Asked by the gateway, again and again, so that each knows where the other is and that it is well."""
+        self._gateway.heard(gateway)
         return Whereabouts(self._node_id, processes.this_process())
+
+    async def _watch_gateway(self, fence_s: float) -> None:
+        """Ends a gateway that hangs; Ray starts the next one."""
+        while True:
+            await asyncio.sleep(fence_s / MOST_MISSED)
+            hung = self._gateway.missed()
+            if hung is not None and hung.where is not None:
+                log.error(
+                    "the gateway has not asked for %g s; its process %s is killed", 2 * fence_s, hung.where.process
+                )
+                self._kill(hung.where)
 
     def _kill(self, where: Whereabouts) -> None:
         _kill(where, self._node_id)
@@ -141,26 +160,28 @@ class GatewayActor:
 
     async def _watch_router(self, fence_s: float) -> None:
         """Ends a router that hangs; Ray starts the next one."""
-        watch, router, node_id = RouterWatch(), RayRouter(), ray.get_runtime_context().get_node_id()
+        watch, router = HangWatch(), RayRouter()
+        own = Whereabouts(ray.get_runtime_context().get_node_id(), processes.this_process())
         while True:
             try:
                 async with asyncio.timeout(fence_s / MOST_MISSED):
-                    watch.heard(await router.whereabouts())
+                    watch.heard(await router.whereabouts(own))
+                hung = None
             except RouterAway:
-                watch.away()
+                hung = watch.away()
             except TimeoutError:
                 hung = watch.missed()
-                if hung is not None:
-                    log.error("the router has not answered for %g s; its process %s is killed", fence_s, hung.process)
-                    _kill(hung, node_id)
-            await asyncio.sleep(fence_s / MOST_MISSED)
+            if hung is not None:
+                log.error("the router does not answer; it is killed, wherever it is (%s)", hung.where)
+                _end_router(hung.where, own.node_id)
+            await asyncio.sleep(fence_s / MOST_MISSED if watch.knows else AWAIT_S)
 
     async def addresses(self) -> Addresses:
         return self._addresses
 
     async def stop(self, grace_s: float | None = None) -> None:
-        self._watching.cancel()
         await self.host.stop(self._grace_s if grace_s is None else grace_s)
+        self._watching.cancel()
 
 
 # -- ways to the router --------------------------------------------------------------------------------------------
@@ -245,8 +266,8 @@ class RayRouter:
     async def drain(self, name: str, draining: bool) -> str:
         return str(await self._ask("drain", name, draining))
 
-    async def whereabouts(self) -> Whereabouts:
-        where: Whereabouts = await self._ask("whereabouts")
+    async def whereabouts(self, own: Whereabouts) -> Whereabouts:
+        where: Whereabouts = await self._ask("whereabouts", own)
         return where
 
     async def _ask(self, method: str, *args: object) -> Any:
@@ -364,11 +385,20 @@ def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def _kill(where: Whereabouts, here: str) -> None:
-    """SIGKILL works on a stopped process too, which Ray's own way of killing an actor would have to ask."""
+    """SIGKILL works on a stopped process too, and at once; Ray's own way of killing an actor asks first."""
     if where.node_id == here:
         processes.kill_family(where.process)
     else:
         _kill_there.options(scheduling_strategy=_on(where.node_id)).remote(where.process)
+
+
+def _end_router(where: Whereabouts | None, here: str) -> None:
+    """Of one that never said where it is Ray knows the process. It asks first and kills after some seconds."""
+    if where is not None:
+        _kill(where, here)
+    else:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(_router(), no_restart=False)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_config(path: Path) -> EngineConfig:
-    return EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, threads=1)
+    return EngineConfig(model=str(path), num_blocks=128, max_num_batched_tokens=64, max_num_seqs=8, threads=1)
 
 
 def control(

@@ -20,7 +20,7 @@ class Reader:
 
     def __init__(self, client: Client, max_tokens: int) -> None:
         self._pieces = client.chat(
-            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=120.0
+            PROMPT, stream=True, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, timeout_s=150.0
         )
         self._enough = threading.Event()
         self._reading: Future[str] | None = None

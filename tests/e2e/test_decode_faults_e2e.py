@@ -100,7 +100,8 @@ def _on_every_worker(cluster: Cluster, client: Client, pool: ThreadPoolExecutor)
 
 def _running(status: dict) -> dict[str, int]:  # type: ignore[type-arg]
     """Of each decode worker."""
-    return {worker["name"]: worker["load"]["running"] for worker in status["workers"] if worker["role"] == "decode"}
+    decode = [worker for worker in status["workers"] if worker["role"] == "decode"]
+    return {worker["name"]: worker["load"]["running"] if worker["load"] else 0 for worker in decode}
 
 
 def _only(status: dict, name: str) -> dict:  # type: ignore[type-arg]
@@ -130,10 +131,13 @@ def test_a_router_that_dies_or_hangs_comes_back_and_knows_its_workers_again(
         ask_capital(client)
 
 
-def test_a_killed_gateway_comes_back_on_its_ports(two_decode: Cluster) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_dies_or_hangs_comes_back_on_its_ports(two_decode: Cluster, number: signal.Signals) -> None:
     two_decode.until_all_alive()
-    os.kill(two_decode.actor("GatewayActor"), signal.SIGKILL)
+    gateway = two_decode.actor("GatewayActor")
+    os.kill(gateway, number)
     two_decode.until_all_alive(timeout_s=90)
+    assert two_decode.actor("GatewayActor") != gateway
     with two_decode.client() as client:
         ask_capital(client)
     two_decode.until_idle()

@@ -41,6 +41,8 @@ T = TypeVar("T")
 ROUTER, GATEWAY = "router", "gateway"
 ASK_S = 10.0
 """For a call between actors that should take a millisecond."""
+LEAST_TURN_S = 1.0
+"""Of the watch over the gateway, however short the fence is."""
 AWAIT_S = 0.5
 """Between two questions to a router that is being restarted."""
 END_NOW = 70
@@ -59,7 +61,7 @@ class RouterActor:
         self._node_id = ray.get_runtime_context().get_node_id()
         self.host = RouterHost(config, secret, self._kill)
         await self.host.start()
-        # It asks once in a turn of ours or two, and takes its answers along when it is killed: patience is cheap here.
+        # It asks once in a turn of ours or two, and takes its answers along when it is killed: so with more patience.
         self._gateway = HangWatch(most_missed=2 * MOST_MISSED, most_awaited=None)
         self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(config.timeouts.fence_s))
 
@@ -106,13 +108,12 @@ class RouterActor:
 
     async def _watch_gateway(self, fence_s: float) -> None:
         """Ends a gateway that hangs; Ray starts the next one."""
+        turn_s = max(fence_s / MOST_MISSED, LEAST_TURN_S)
         while True:
-            await asyncio.sleep(fence_s / MOST_MISSED)
+            await asyncio.sleep(turn_s)
             hung = self._gateway.missed()
             if hung is not None and hung.where is not None:
-                log.error(
-                    "the gateway has not asked for %g s; its process %s is killed", 2 * fence_s, hung.where.process
-                )
+                log.error("the gateway has been silent for too long; its process is killed (%s)", hung.where)
                 self._kill(hung.where)
 
     def _kill(self, where: Whereabouts) -> None:

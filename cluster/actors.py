@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,8 +63,9 @@ class RouterActor:
         self.host = RouterHost(config, secret, self._kill)
         await self.host.start()
         # It asks once in a turn of ours or two, and takes its answers along when it is killed: so with more patience.
-        self._gateway = HangWatch(most_missed=2 * MOST_MISSED, most_awaited=None)
-        self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(config.timeouts.fence_s))
+        turn_s = max(config.timeouts.fence_s / MOST_MISSED, LEAST_TURN_S)
+        self._gateway = HangWatch(2 * MOST_MISSED, math.ceil(config.timeouts.start_s / turn_s))
+        self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(turn_s))
 
     async def turn(self, name: str, where: Whereabouts) -> Declined | None:
         return await self.host.turn(name, where)
@@ -106,15 +108,14 @@ class RouterActor:
         self._gateway.heard(gateway)
         return Whereabouts(self._node_id, processes.this_process())
 
-    async def _watch_gateway(self, fence_s: float) -> None:
+    async def _watch_gateway(self, turn_s: float) -> None:
         """Ends a gateway that hangs; Ray starts the next one."""
-        turn_s = max(fence_s / MOST_MISSED, LEAST_TURN_S)
         while True:
             await asyncio.sleep(turn_s)
             hung = self._gateway.missed()
-            if hung is not None and hung.where is not None:
-                log.error("the gateway has been silent for too long; its process is killed (%s)", hung.where)
-                self._kill(hung.where)
+            if hung is not None:
+                log.error("the gateway has been silent for too long; it is killed (%s)", hung.where)
+                _end(GATEWAY, hung.where, self._node_id)
 
     def _kill(self, where: Whereabouts) -> None:
         _kill(where, self._node_id)
@@ -173,8 +174,8 @@ class GatewayActor:
             except TimeoutError:
                 hung = watch.missed()
             if hung is not None:
-                log.error("the router does not answer; it is killed, wherever it is (%s)", hung.where)
-                _end_router(hung.where, own.node_id)
+                log.error("the router does not answer; it is killed (%s)", hung.where)
+                _end(ROUTER, hung.where, own.node_id)
             await asyncio.sleep(fence_s / MOST_MISSED if watch.knows else AWAIT_S)
 
     async def addresses(self) -> Addresses:
@@ -393,13 +394,14 @@ def _kill(where: Whereabouts, here: str) -> None:
         _kill_there.options(scheduling_strategy=_on(where.node_id)).remote(where.process)
 
 
-def _end_router(where: Whereabouts | None, here: str) -> None:
-    """Of one that never said where it is Ray knows the process. It asks first and kills after some seconds."""
+def _end(name: str, where: Whereabouts | None, here: str) -> None:
+    """For Ray to start it again. Of one that never said where it is Ray knows the process: it asks that to end, and
+    kills it after some seconds."""
     if where is not None:
         _kill(where, here)
     else:
         with contextlib.suppress(RayError, ValueError):
-            ray.kill(_router(), no_restart=False)
+            ray.kill(ray.get_actor(name), no_restart=False)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

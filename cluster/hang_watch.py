@@ -27,9 +27,9 @@ class Hung:
 
 
 class HangWatch:
-    """Pure: whoever owns it asks, waits and kills. `most_awaited` None: one that was never heard is left alone."""
+    """Pure: whoever owns it asks, waits and kills."""
 
-    def __init__(self, most_missed: int = MOST_MISSED, most_awaited: int | None = MOST_AWAITED) -> None:
+    def __init__(self, most_missed: int = MOST_MISSED, most_awaited: int = MOST_AWAITED) -> None:
         self._most_missed = most_missed
         self._most_awaited = most_awaited
         self._where: Whereabouts | None = None
@@ -53,7 +53,7 @@ class HangWatch:
         """A turn without news; what hangs, when that is one too many."""
         self._missed += 1
         bound = self._most_missed if self.knows else self._most_awaited
-        if bound is None or self._missed < bound:
+        if self._missed < bound:
             return None
         hung = Hung(self._where)
         self._where, self._missed = None, 0

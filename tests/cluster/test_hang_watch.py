@@ -42,6 +42,6 @@ def test_one_that_stays_away_for_too_long_hangs_in_its_start() -> None:
     assert [watch.away() for _ in range(MOST_AWAITED)] == [None] * (MOST_AWAITED - 1) + [Hung(None)]
 
 
-def test_one_that_was_never_heard_may_be_left_alone() -> None:
-    watch = HangWatch(most_awaited=None)
-    assert missed(watch, 3 * MOST_AWAITED) == [None] * 3 * MOST_AWAITED
+def test_one_that_was_never_heard_at_all_is_awaited_as_long_as_one_says() -> None:
+    watch = HangWatch(most_awaited=90)
+    assert missed(watch, 180) == ([None] * 89 + [Hung(None)]) * 2

@@ -60,7 +60,7 @@ class RouterActor:
     async def __init__(self, config: TandemConfig, secret: str) -> None:  # type: ignore[misc]  # Ray awaits it
         _log_to_stderr(ROUTER)
         self._node_id = ray.get_runtime_context().get_node_id()
-        self.host = RouterHost(config, secret, self._kill)
+        self.host = RouterHost(config, secret, self._end)
         await self.host.start()
         # It asks once in a turn of ours or two, and takes its answers along when it is killed: so with more patience.
         turn_s = max(config.timeouts.fence_s / MOST_MISSED, LEAST_TURN_S)
@@ -115,10 +115,10 @@ class RouterActor:
             hung = self._gateway.missed()
             if hung is not None:
                 log.error("the gateway has been silent for too long; it is killed (%s)", hung.where)
-                _end(GATEWAY, hung.where, self._node_id)
+                self._end(GATEWAY, hung.where)
 
-    def _kill(self, where: Whereabouts) -> None:
-        _kill(where, self._node_id)
+    def _end(self, name: str, where: Whereabouts | None) -> None:
+        _end(name, where, self._node_id)
 
 
 class WorkerActor:

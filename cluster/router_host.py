@@ -63,20 +63,21 @@ class Whereabouts:
 
 
 class RouterHost:
-    """`kill` ends a process wherever it is, without waiting. `clock` is monotonic seconds."""
+    """`end` ends an actor's process for Ray to start it again, without waiting; of one that has told this router
+    nothing yet nobody knows where it is. `clock` is monotonic seconds."""
 
     def __init__(
         self,
         config: TandemConfig,
         secret: str,
-        kill: Callable[[Whereabouts], None],
+        end: Callable[[str, Whereabouts | None], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = RouterState(config)
         self._config = config
         self._clock = clock
-        self._kill = kill
+        self._end_actor = end
         self._whereabouts: dict[str, Whereabouts] = {}
         self._events: dict[str, str] = {}
         self._drains: dict[str, bool] = {}
@@ -264,6 +265,4 @@ class RouterHost:
             log.warning("%s did not tell its prefixes again: %s", ref.peer, answer.message)
 
     def _end(self, name: str) -> None:
-        where = self._whereabouts.pop(name, None)
-        if where is not None:
-            self._kill(where)
+        self._end_actor(name, self._whereabouts.pop(name, None))

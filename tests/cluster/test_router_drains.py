@@ -40,7 +40,7 @@ def born(host: RouterHost, incarnation: str, *, draining: bool = False) -> None:
 @contextlib.asynccontextmanager
 async def hosted() -> AsyncIterator[tuple[RouterHost, Workers]]:
     """A router of one decode worker, and what it asks of workers."""
-    host = RouterHost(config(prefill=0, local="always"), "secret", lambda where: None)
+    host = RouterHost(config(prefill=0, local="always"), "secret", lambda name, where: None)
     await host._workers.close()
     host._workers = workers = Workers()  # type: ignore[assignment]
     yield host, workers

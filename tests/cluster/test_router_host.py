@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from cluster.config import TandemConfig
@@ -65,7 +66,7 @@ async def served(info: WorkerInfo, request: Request) -> None:
 
 @contextlib.asynccontextmanager
 async def hosted(settings: TandemConfig) -> AsyncIterator[RouterHost]:
-    host = RouterHost(settings, SECRET, lambda where: None)
+    host = RouterHost(settings, SECRET, lambda name, where: None)
     await host.start()
     yield host
     await host.stop()
@@ -91,7 +92,7 @@ async def test_a_router_that_comes_late_or_comes_back_is_told_what_the_worker_ho
 
 
 async def test_all_that_metrics_show_of_a_report_is_in_the_status() -> None:
-    host = RouterHost(SETTINGS, SECRET, lambda where: None)
+    host = RouterHost(SETTINGS, SECRET, lambda name, where: None)
     host.state.register(worker_info("decode-0"), 0.0)
     told = replace(
         worker_report("decode-0", 1, running=2),
@@ -126,7 +127,7 @@ async def test_a_worker_that_asks_whether_it_is_known_is_there(worker: Control) 
     assert worker.info is not None
     now = time.monotonic()
     clock = [now]
-    host = RouterHost(SETTINGS, SECRET, lambda where: None, clock=lambda: clock[0])
+    host = RouterHost(SETTINGS, SECRET, lambda name, where: None, clock=lambda: clock[0])
     assert not host.knows(worker.info.ref)
     assert host.register(worker.info, worker.events_address, Whereabouts("node", this_process())) is None
     for _ in range(20):
@@ -137,4 +138,20 @@ async def test_a_worker_that_asks_whether_it_is_known_is_there(worker: Control) 
     clock[0] += SETTINGS.timeouts.fence_s
     assert host.state.tick(clock[0])
     assert not host.knows(worker.info.ref)
+    await host.stop()
+
+
+@pytest.mark.parametrize("where", [None, Whereabouts("node", this_process())], ids=["a stopped one", "a slow one"])
+async def test_a_worker_that_does_not_join_in_time_is_ended_wherever_it_is(where: Whereabouts | None) -> None:
+    """A router that has just been restarted knows nothing of a worker that is stopped, but for its name."""
+    clock, ended = [0.0], list[tuple[str, Whereabouts | None]]()
+    host = RouterHost(SETTINGS, SECRET, lambda *who: ended.append(who), clock=lambda: clock[0])
+    if where is not None:
+        assert await host.turn("decode-0", where) is None
+    clock[0] += SETTINGS.timeouts.start_s / 2
+    host._supervisor.tick()
+    assert ended == []
+    clock[0] += SETTINGS.timeouts.start_s / 2
+    host._supervisor.tick()
+    assert ended == [("decode-0", where)]
     await host.stop()

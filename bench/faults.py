@@ -2,8 +2,9 @@
 
 Readers ask without a pause. Meanwhile ranks, controls, the router and the gateway are killed or stopped (SIGSTOP), and
 workers drained and taken back, one thing every few seconds. Each answer is compared with that of the undisturbed
-cluster, greedy ones and seeded samples alike. In bf16 a few may part: KV that is computed again in other batches may
-differ in its last bits, which shows at a near tie. Everything else that a reader may see is an error that says why.
+cluster, greedy ones and seeded samples alike. A few may part on a CPU: KV of more than 512 tokens that was written step
+by step and is computed again as a prompt differs in its last bits, which shows at a near tie. Everything else that a
+reader may see is an error that says why.
 
 At the end nobody is harmed any more, and every worker must come back, every block be free and every answer be the one
 from before the faults; the command fails when that does not happen in time. The last line is JSON.

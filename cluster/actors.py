@@ -66,6 +66,8 @@ class RouterActor:
         turn_s = max(config.timeouts.fence_s / MOST_MISSED, LEAST_TURN_S)
         self._gateway = HangWatch(2 * MOST_MISSED, math.ceil(config.timeouts.start_s / turn_s))
         self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(turn_s))
+        with contextlib.suppress(ValueError):  # no gateway yet; that asks by itself when it has started
+            ray.get_actor(GATEWAY).router_started.remote(self._here())
 
     async def turn(self, name: str, where: Whereabouts) -> Declined | None:
         return await self.host.turn(name, where)
@@ -106,6 +108,9 @@ class RouterActor:
     async def whereabouts(self, gateway: Whereabouts) -> Whereabouts:
         """Asked by the gateway, again and again, so that each knows where the other is and that it is well."""
         self._gateway.heard(gateway)
+        return self._here()
+
+    def _here(self) -> Whereabouts:
         return Whereabouts(self._node_id, processes.this_process())
 
     async def _watch_gateway(self, turn_s: float) -> None:
@@ -156,13 +161,14 @@ class GatewayActor:
         _log_to_stderr(GATEWAY)
         model = await asyncio.to_thread(models.resolve, model_source(config))
         self._grace_s = config.timeouts.drain_s
+        self._router = HangWatch()
         self.host = GatewayHost(config, secret, RayRouter(), model, api_key=api_key)
         self._addresses = await self.host.start()
         self._watching = asyncio.get_running_loop().create_task(self._watch_router(config.timeouts.fence_s))
 
     async def _watch_router(self, fence_s: float) -> None:
         """Ends a router that hangs; Ray starts the next one."""
-        watch, router = HangWatch(), RayRouter()
+        watch, router = self._router, RayRouter()
         own = Whereabouts(ray.get_runtime_context().get_node_id(), processes.this_process())
         while True:
             try:
@@ -177,6 +183,10 @@ class GatewayActor:
                 log.error("the router does not answer; it is killed (%s)", hung.where)
                 _end(ROUTER, hung.where, own.node_id)
             await asyncio.sleep(fence_s / MOST_MISSED if watch.knows else AWAIT_S)
+
+    async def router_started(self, where: Whereabouts) -> None:
+        """Told by the router itself: it may hang before it is asked."""
+        self._router.heard(where)
 
     async def addresses(self) -> Addresses:
         return self._addresses

@@ -125,8 +125,7 @@ def test_a_router_that_dies_or_hangs_comes_back_and_knows_its_workers_again(
     incarnations = {worker["name"]: worker["incarnation"] for worker in two_decode.status()["workers"]}
     router = two_decode.actor("RouterActor")
     os.kill(router, number)
-    # 15 s; a minute when the gateway has not yet asked the router that the test before this one had started.
-    two_decode.until("the same workers again", lambda status: _same(status, incarnations), timeout_s=100)
+    two_decode.until("the same workers again", lambda status: _same(status, incarnations), timeout_s=60)
     assert two_decode.actor("RouterActor") != router
     with two_decode.client() as client:
         ask_capital(client)

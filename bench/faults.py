@@ -19,16 +19,16 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.serving import serving
 from cluster import processes, run_state
 from cluster.show import ask_gateway
 from engine.errors import TandemError
@@ -43,7 +43,7 @@ pools:
   decode: {{count: {decode}, threads: 1, kv_memory: 96MiB}}
 timeouts: {{start: 60s, restart_backoff: 200ms, drain: 2s}}
 """
-START_S, BACK_S, ANSWER_S = 240.0, 180.0, 90.0
+BACK_S, ANSWER_S = 180.0, 90.0
 READERS, LONGEST = 6, 160
 FIRST_S, LAST_S = 2.0, 11.0
 """Between two faults."""
@@ -200,27 +200,6 @@ async def play(serve: int, minutes: float, seed: int) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def serving(folder: Path, prefill: int, decode: int) -> Iterator[int]:
-    """`tandem serve`; its process id."""
-    file, log = folder / "faults.sla.yaml", folder / "serve.log"
-    file.write_text(SLA.format(prefill=prefill, decode=decode))
-    os.environ["TANDEM_RUN_DIR"] = str(folder / "run")
-    with log.open("w") as out:
-        words = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(file)]
-        serve = subprocess.Popen(words, stdout=out, stderr=out)
-    try:
-        end_s = time.monotonic() + START_S
-        while "ready: HTTP" not in log.read_text():
-            if serve.poll() is not None or time.monotonic() > end_s:
-                raise RuntimeError(f"tandem serve did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield serve.pid
-    finally:
-        serve.terminate()
-        serve.wait(60)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
@@ -229,11 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--decode", type=int, default=2, help="workers")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
-    with (
-        tempfile.TemporaryDirectory(prefix="faults-") as folder,
-        serving(Path(folder), chosen.prefill, chosen.decode) as serve,
-    ):
-        row = asyncio.run(play(serve, chosen.minutes, chosen.seed))
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        file, log = Path(name) / "faults.sla.yaml", Path(name) / "serve.log"
+        file.write_text(SLA.format(prefill=chosen.prefill, decode=chosen.decode))
+        os.environ["TANDEM_RUN_DIR"] = str(Path(name) / "run")
+        with serving([sys.executable, "-m", "cluster.cli", "serve", "--config", str(file)], log, os.environ) as serve:
+            row = asyncio.run(play(serve, chosen.minutes, chosen.seed))
     for name, value in row.items():
         print(f"{name:20}{value:10.2f}")
     answered = row["same"] + row["parted"]

@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.serving import serving
 from cluster import run_state
 from cluster.show import ask_gateway
 from tandem import AsyncClient, errors
@@ -42,7 +43,7 @@ BRIDGE = "tandem-br"
 NETWORK = "10.214.0"
 RAY_PORT = 6379
 GRPC = "127.0.0.1:50051"
-START_S, PATIENCE_S = 240.0, 90.0
+PATIENCE_S = 90.0
 STREAMS, ANSWER_TOKENS, LONG_TOKENS = 4, 300, 1200
 SLA = Path(__file__).parents[1] / "deploy" / "example-1p2d.sla.yaml"
 
@@ -155,23 +156,10 @@ class Cluster:
             own = (f"--node-ip-address={address(number)}", "--num-cpus=4", "--disable-usage-stats")
             self.run(number, "ray", "start", *(head if number == 1 else joining), *own)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[int]:
         """`tandem serve` on the head."""
-        log = self.folder / "serve.log"
         words = ("tandem", "serve", "--ray", f"{address(1)}:{RAY_PORT}", "--config", str(SLA))
-        with log.open("w") as out:
-            serve = subprocess.Popen(self.command(1, *words), env=self.environment(), stdout=out, stderr=out)
-        try:
-            end_s = time.monotonic() + START_S
-            while "ready: HTTP" not in log.read_text():
-                if serve.poll() is not None or time.monotonic() > end_s:
-                    raise RuntimeError(f"tandem serve did not start: {log.read_text()[-2000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            serve.terminate()
-            serve.wait(60)
+        return serving(self.command(1, *words), self.folder / "serve.log", self.environment())
 
 
 # -- the client, on the head -------------------------------------------------------------------------------------------

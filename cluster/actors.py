@@ -67,7 +67,7 @@ class RouterActor:
         self._gateway = HangWatch(2 * MOST_MISSED, math.ceil(config.timeouts.start_s / turn_s))
         self._watching = asyncio.get_running_loop().create_task(self._watch_gateway(turn_s))
         with contextlib.suppress(ValueError):  # no gateway yet; that asks by itself when it has started
-            ray.get_actor(GATEWAY).router_started.remote(self._here())
+            ray.get_actor(GATEWAY).router_started.remote(_here())
 
     async def turn(self, name: str, where: Whereabouts) -> Declined | None:
         return await self.host.turn(name, where)
@@ -108,10 +108,7 @@ class RouterActor:
     async def whereabouts(self, gateway: Whereabouts) -> Whereabouts:
         """Asked by the gateway, again and again, so that each knows where the other is and that it is well."""
         self._gateway.heard(gateway)
-        return self._here()
-
-    def _here(self) -> Whereabouts:
-        return Whereabouts(self._node_id, processes.this_process())
+        return _here()
 
     async def _watch_gateway(self, turn_s: float) -> None:
         """Ends a gateway that hangs; Ray starts the next one."""
@@ -131,7 +128,7 @@ class WorkerActor:
 
     async def __init__(self, config: TandemConfig, secret: str, name: str, local: bool, allow_faults: bool) -> None:  # type: ignore[misc]  # Ray awaits it
         _log_to_stderr(name)
-        where = Whereabouts(ray.get_runtime_context().get_node_id(), processes.this_process())
+        where = _here()
         host = LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self.host = WorkerHost(config, secret, name, RayDesk(where), host=host, allow_faults=allow_faults)
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -169,7 +166,7 @@ class GatewayActor:
     async def _watch_router(self, fence_s: float) -> None:
         """Ends a router that hangs; Ray starts the next one."""
         watch, router = self._router, RayRouter()
-        own = Whereabouts(ray.get_runtime_context().get_node_id(), processes.this_process())
+        own = _here()
         while True:
             try:
                 async with asyncio.timeout(fence_s / MOST_MISSED):
@@ -394,6 +391,10 @@ def _actor(kind: type, name: str, **options: object) -> Any:
 
 def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _here() -> Whereabouts:
+    return Whereabouts(ray.get_runtime_context().get_node_id(), processes.this_process())
 
 
 def _kill(where: Whereabouts, here: str) -> None:

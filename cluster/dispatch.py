@@ -417,7 +417,7 @@ class Dispatch:
             if isinstance(placed, Placement):
                 flight.placed_s = flight.placed_s if flight.tokens else self._clock()
                 return placed
-            if not self._worth_a_rest(flight, placed):
+            if not self._readmits(flight, placed):
                 flight.failure = Declined(placed.code, placed.reason + flight.before)
                 return None
             await self._rest(flight)
@@ -425,9 +425,9 @@ class Dispatch:
         flight.failure = flight.failure or late
         return None
 
-    def _worth_a_rest(self, flight: Flight, refusal: Refusal) -> bool:
-        """Whether a request that the router refused may be taken later: by who had no room, by who did not answer, or
-        by a worker that comes back while an answer has stopped in its middle. Those are no longer excluded then."""
+    def _readmits(self, flight: Flight, refusal: Refusal) -> bool:
+        """After a refusal, exclude no longer who had no room, and then who did not answer. True where asking again
+        after a rest may help: then, or when an answer has stopped in its middle, whose worker may come back."""
         if flight.passed_over:
             flight.passed_over = frozenset()
             return True
